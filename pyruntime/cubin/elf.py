@@ -87,7 +87,9 @@ class Elf:
         if table is None:
             return
         if table.link >= len(self.sections):
-            raise CubinError(f"{self.what}: .symtab names string table {table.link}, which is absent")
+            raise CubinError(
+                f"{self.what}: .symtab names string table {table.link}, which is absent"
+            )
         strings = self.sections[table.link].data
         for name, info, other, section, value, size in struct.iter_unpack(
             "<IBBHQQ", table.data[: len(table.data) // 24 * 24]

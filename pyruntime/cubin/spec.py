@@ -15,8 +15,8 @@ _HEAD = struct.Struct("<6I128s1024s1024s")
 _PLANE = re.compile(r"(\w+)@(\d+)\+(\d+)/(\d+)\*(\d+)(?:=(\w+))?")
 _PARAM = re.compile(r"(\w+):(\w)@(\d+)")
 
-# letter -> (struct format, bytes); the other half of spec::code in spec.cuh.
-LETTERS = {"P": ("Q", 8), "i": ("i", 4), "u": ("I", 4), "l": ("q", 8), "f": ("f", 4), "T": ("128s", 128)}
+# letter -> struct format; the other half of spec::code in spec.cuh.
+LETTERS = {"P": "Q", "i": "i", "u": "I", "l": "q", "f": "f", "T": "128s"}
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Plane:
 
 @dataclass(frozen=True)
 class KernelSpec:
-    """What a kernel asks of its launcher. Sizes in bytes; `tile` holds the row's named constants."""
+    """What a kernel asks of its launcher, in bytes; `tile` holds the row's named constants."""
 
     name: str
     threads: int
