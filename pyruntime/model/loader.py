@@ -1,7 +1,7 @@
 """Matrices from a GGUF file into device memory as fp16.
 
-Threaded reads into a ring of pinned buffers, asynchronous copies, and dequantization on the GPU, all
-at once.
+Threaded reads into a ring of pinned buffers, asynchronous copies and dequantization on the GPU run
+at the same time.
 """
 
 from __future__ import annotations
