@@ -19,10 +19,10 @@ struct Live {
   int32_t rows;       // activation rows in use
   int32_t sequences;  // entries of the sequence list
   int32_t wanted;     // rows whose logits are wanted
-  int32_t pad;
+  int32_t overflow;   // lowest site out of fp16's range; INT32_MAX while there is none
 };
 
-// A value that left fp16's range is reported by the lowest site (layer * kSites + tensor) that saw one.
+// Rounds to fp16. A value out of its range (or NaN) leaves its site's number in `overflow`, if lowest.
 __device__ __forceinline__ __half checked_half(float x, int32_t* overflow, int32_t site) {
   if (!(fabsf(x) <= 65504.0f)) atomicMin(overflow, site);
   return __float2half_rn(x);

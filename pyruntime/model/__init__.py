@@ -1,0 +1,1 @@
+"""Models: what a GGUF file configures, and the decoder that runs it on a GPU."""
