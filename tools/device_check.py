@@ -4,7 +4,7 @@
     python tools/device_check.py --stale
 
 The record, bench/results/device.json, is keyed to the machine code that ran: the sha256 of each
-kernel's `.text`. `--stale` compares those with what the sources compile to now (it compiles only if a
+kernel's `.text`. `--stale` compares those with what the sources compile to now (it compiles only if
 a file under cuda/ has changed) and exits 1 naming the kernels that have to be run again.
 """
 
