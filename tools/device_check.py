@@ -211,7 +211,8 @@ def _compile(arch: str) -> dict[str, str]:
         for source in sorted((ROOT / "cuda/kernels").glob("*.cu")):
             cubin = Path(folder, f"{source.stem}.cubin")
             target = f"arch=compute_{arch},code=sm_{arch}"
-            command = [nvcc, "-cubin", "-std=c++17", "-O3", "-gencode", target, "-o", cubin, source]
+            command = [nvcc, "-cubin", "-std=c++17", "-O3", "-gencode", target]
+            command += ["-o", str(cubin), str(source)]
             jobs.append((cubin, subprocess.Popen(command, stderr=subprocess.DEVNULL)))
         for cubin, job in jobs:
             if job.wait():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from pyruntime.commands.options import add_run, encode_prompt, loaded, print_json, quoted
 
@@ -30,7 +30,7 @@ def main(argv: list[str]) -> int:
         raise ValueError("--top and --repeat must be at least 1")
     with loaded(args) as engine:
         ids = encode_prompt(engine, args)
-        rows = "all" if args.all else "last"
+        rows: Literal["all", "last"] = "all" if args.all else "last"
         results = [engine.prefill(ids, logits=rows) for _ in range(args.repeat)]
         result = min(results, key=lambda r: r.timings["wall"])
         logits = np.asarray(result.logits)
