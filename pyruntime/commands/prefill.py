@@ -6,7 +6,14 @@ import argparse
 from pathlib import Path
 from typing import Any, Literal
 
-from pyruntime.commands.options import add_run, encode_prompt, loaded, print_json, quoted
+from pyruntime.commands.options import (
+    add_run,
+    encode_prompt,
+    loaded,
+    print_json,
+    quoted,
+    token_text,
+)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -61,7 +68,7 @@ def _record(engine: Any, logits: Any, result: Any, top: int) -> dict[str, Any]:
         "tokens_per_second": result.tokens / wall,
         "timings": result.timings,
         "next": [
-            {"id": int(i), "token": engine.tokenizer.token(int(i)), "logprob": float(logprobs[i])}
+            {"id": int(i), "token": token_text(engine, int(i)), "logprob": float(logprobs[i])}
             for i in best
         ],
     }
