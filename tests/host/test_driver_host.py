@@ -54,7 +54,7 @@ def test_a_wrong_parameter_is_named(change: dict[str, object], text: str) -> Non
 
 
 def test_a_missing_parameter_is_named() -> None:
-    with pytest.raises(TypeError, match="missing .'map', 'n', 's'"):
+    with pytest.raises(TypeError, match=r"missing \['map', 'n', 's'\]"):
         KERNEL.pack({"p": 0})
 
 
