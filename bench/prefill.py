@@ -1,4 +1,4 @@
-"""Whole prefills on a GPU: Qwen2.5-7B shapes in the Q4_K_M mix (synthesized), and SmolLM2 if present.
+"""Whole prefills on a GPU: Qwen2.5-7B shapes in the Q4_K_M mix (synthesized), and SmolLM2.
 
 Each figure is the median of interleaved rounds; every raw value is kept. `burst` rests 30 ms before
 each call, so that clocks are high as for a single prompt; `sustained` runs back to back.
@@ -73,15 +73,17 @@ def main() -> int:
         return 0
     for model, rows in figures.items():
         if isinstance(rows, dict):
-            print(f"{model}: loaded {rows['file_bytes']:,} bytes in {rows['load_seconds']:.2f} s")
-            for name, row in rows.items():
-                if isinstance(row, dict):
-                    gpu = statistics.median(row["gpu_ms"])
-                    wall = statistics.median(row["wall_ms"])
-                    print(
-                        f"  {name:<18} {row['tok_per_s']:>10,.0f} tok/s  wall {wall:.2f} gpu {gpu:.2f} ms"
-                    )
+            report(model, rows)
     return 0
+
+
+def report(model: str, rows: dict[str, Any]) -> None:
+    print(f"{model}: loaded {rows['file_bytes']:,} bytes in {rows['load_seconds']:.2f} s")
+    for name, row in rows.items():
+        if isinstance(row, dict):
+            gpu, wall = (statistics.median(row[key]) for key in ("gpu_ms", "wall_ms"))
+            rate = row["tok_per_s"]
+            print(f"  {name:<18} {rate:>10,.0f} tok/s  wall {wall:.2f} gpu {gpu:.2f} ms")
 
 
 if __name__ == "__main__":

@@ -169,6 +169,11 @@ class Engine:
             config = ModelConfig.from_gguf(file)
         return device_bytes(config, *_sizes(config, max_tokens, kv_tokens))
 
+    @property
+    def has_vocabulary(self) -> bool:
+        """Whether the file holds a vocabulary, so that there is a `tokenizer`."""
+        return self._metadata.get("tokenizer.ggml.model", "no_vocab") != "no_vocab"
+
     @cached_property
     def tokenizer(self) -> Tokenizer:
         """The tokenizer of the file's own vocabulary. Raises TokenizerError."""
@@ -255,9 +260,8 @@ class Engine:
 
     @cached_property
     def _stop_ids(self) -> frozenset[int]:
-        if "tokenizer.ggml.model" not in self._metadata:
-            return frozenset()  # a model without a vocabulary has no end-of-sequence token
-        return frozenset(self.tokenizer.eos_ids)
+        # A model without a vocabulary has no end-of-sequence token.
+        return frozenset(self.tokenizer.eos_ids if self.has_vocabulary else ())
 
     def _scratch(self, tokens: int) -> Any:
         """The cache behind calls without one, emptied."""

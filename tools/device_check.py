@@ -4,7 +4,7 @@
     python tools/device_check.py --stale
 
 The record, bench/results/device.json, is keyed to the machine code that ran: the sha256 of each
-kernel's `.text`. `--stale` compares those with what the sources compile to now (it compiles only if a
+kernel's `.text`. `--stale` compares those with what the sources compile to now (it compiles only if
 a file under cuda/ has changed) and exits 1 naming the kernels that have to be run again.
 """
 
@@ -211,7 +211,8 @@ def _compile(arch: str) -> dict[str, str]:
         for source in sorted((ROOT / "cuda/kernels").glob("*.cu")):
             cubin = Path(folder, f"{source.stem}.cubin")
             target = f"arch=compute_{arch},code=sm_{arch}"
-            command = [nvcc, "-cubin", "-std=c++17", "-O3", "-gencode", target, "-o", cubin, source]
+            command = [nvcc, "-cubin", "-std=c++17", "-O3", "-gencode", target]
+            command += ["-o", str(cubin), str(source)]
             jobs.append((cubin, subprocess.Popen(command, stderr=subprocess.DEVNULL)))
         for cubin, job in jobs:
             if job.wait():

@@ -19,7 +19,7 @@ def main(argv: list[str]) -> int:
         started = time.perf_counter()
         tokens = engine.generate(ids, args.n)
         seconds = time.perf_counter() - started
-        text = engine.tokenizer.decode(tokens)
+        text = engine.tokenizer.decode(tokens) if engine.has_vocabulary else None
     if args.json:
         print_json(
             "generate",
@@ -32,5 +32,5 @@ def main(argv: list[str]) -> int:
             },
         )
     else:
-        print(text)
+        print(" ".join(map(str, tokens)) if text is None else text)
     return 0

@@ -37,26 +37,26 @@ def main(argv: list[str]) -> int:
 def _record(file: GGUFFile) -> dict[str, Any]:
     from pyruntime.gguf import type_name
 
-    tensors = [
-        {
-            "name": t.name,
-            "shape": list(t.shape),
-            "type": type_name(t.type_id),
-            "bytes": t.nbytes,
-        }
-        for t in file.tensors.values()
-    ]
+    tensors = file.tensors.values()
     mix: Counter[str] = Counter()
     for t in tensors:
-        mix[t["type"]] += t["bytes"]
+        mix[type_name(t.type_id)] += t.nbytes
     return {
         "path": str(file.path),
         "bytes": file.size_bytes,
         "version": file.version,
         "metadata": {key: _plain(value) for key, value in file.metadata.items()},
-        "parameters": sum(math.prod(t["shape"]) for t in tensors),
+        "parameters": sum(math.prod(t.shape) for t in tensors),
         "types": dict(mix.most_common()),
-        "tensors": tensors,
+        "tensors": [
+            {
+                "name": t.name,
+                "shape": list(t.shape),
+                "type": type_name(t.type_id),
+                "bytes": t.nbytes,
+            }
+            for t in tensors
+        ],
         **_needs(file),
     }
 

@@ -33,6 +33,7 @@ def add_run(parser: argparse.ArgumentParser) -> None:
     add_model(parser)
     parser.add_argument("prompt", nargs="?", help="the prompt; '-' or none: standard input")
     parser.add_argument("--file", type=Path, help="read the prompt from this UTF-8 file")
+    parser.add_argument("--ids", help="token ids, separated by commas, instead of a text")
     parser.add_argument("--chat", action="store_true", help="apply the model's chat template")
     parser.add_argument("--system", help="system message (with --chat)")
     parser.add_argument("--device", default="auto", help="auto (default), cpu, or cuda:N")
@@ -63,6 +64,8 @@ def read_prompt(args: argparse.Namespace) -> str:
 
 def encode_prompt(engine: Engine, args: argparse.Namespace) -> NDArray[Any]:
     """Token ids of the prompt, int32 [nt], through the chat template if asked for."""
+    if args.ids is not None:
+        return _parse_ids(args)
     text = read_prompt(args)
     tokenizer = engine.tokenizer
     if not args.chat:
@@ -82,8 +85,24 @@ def encode_prompt(engine: Engine, args: argparse.Namespace) -> NDArray[Any]:
     return tokenizer.encode(text, add_special=False)
 
 
+def _parse_ids(args: argparse.Namespace) -> NDArray[Any]:
+    import numpy as np
+
+    if args.prompt is not None or args.file is not None or args.chat:
+        raise ValueError("--ids goes with no prompt, --file or --chat")
+    try:
+        return np.array([int(item) for item in args.ids.split(",")])
+    except ValueError:
+        raise ValueError(f"--ids {args.ids}: not integers separated by commas") from None
+
+
+def token_text(engine: Engine, token: int) -> str:
+    """How a token is shown; a model without a vocabulary has no text for it."""
+    return engine.tokenizer.token(token) if engine.has_vocabulary else ""
+
+
 @contextmanager
-def loaded(args: argparse.Namespace, tokens_hint: int | None = None) -> Iterator[Engine]:
+def loaded(args: argparse.Namespace) -> Iterator[Engine]:
     """The engine that the arguments name, with a progress bar on a terminal while it loads."""
     from tqdm import tqdm
 

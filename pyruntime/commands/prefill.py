@@ -4,9 +4,16 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from pyruntime.commands.options import add_run, encode_prompt, loaded, print_json, quoted
+from pyruntime.commands.options import (
+    add_run,
+    encode_prompt,
+    loaded,
+    print_json,
+    quoted,
+    token_text,
+)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -30,7 +37,7 @@ def main(argv: list[str]) -> int:
         raise ValueError("--top and --repeat must be at least 1")
     with loaded(args) as engine:
         ids = encode_prompt(engine, args)
-        rows = "all" if args.all else "last"
+        rows: Literal["all", "last"] = "all" if args.all else "last"
         results = [engine.prefill(ids, logits=rows) for _ in range(args.repeat)]
         result = min(results, key=lambda r: r.timings["wall"])
         logits = np.asarray(result.logits)
@@ -61,7 +68,7 @@ def _record(engine: Any, logits: Any, result: Any, top: int) -> dict[str, Any]:
         "tokens_per_second": result.tokens / wall,
         "timings": result.timings,
         "next": [
-            {"id": int(i), "token": engine.tokenizer.token(int(i)), "logprob": float(logprobs[i])}
+            {"id": int(i), "token": token_text(engine, int(i)), "logprob": float(logprobs[i])}
             for i in best
         ],
     }

@@ -37,6 +37,7 @@ class DeviceArray:
         self.dtype = np.dtype(dtype)
         self.nbytes = int(np.prod(shape, dtype=np.int64)) * self.dtype.itemsize
         self._base = base
+        self.ptr: int
         if base is not None:
             if offset + self.nbytes > base.nbytes:
                 raise ValueError(
