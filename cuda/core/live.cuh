@@ -25,7 +25,8 @@ struct Live {
 // False beyond the largest fp16 number, for infinities and for NaN.
 __device__ __forceinline__ bool fits_half(float x) { return fabsf(x) <= 65504.0f; }
 
-// Rounds to fp16. A value out of its range (or NaN) leaves its site's number in `overflow`, if lowest.
+// Rounds to fp16. A value out of its range (or NaN) leaves its site's number in `overflow`, if
+// lowest.
 __device__ __forceinline__ __half checked_half(float x, int32_t* overflow, int32_t site) {
   if (!fits_half(x)) atomicMin(overflow, site);
   return __float2half_rn(x);

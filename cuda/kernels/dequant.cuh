@@ -8,8 +8,8 @@
 // weights and stores 16 bytes. A "unit" below is eight weights: rows hold a whole number of them,
 // so none crosses a row.
 //
-// Grid: rows * columns / kElements blocks, rounded up. rows * columns / 8 must stay below 2^32 -
-// kUnits. Plane map: one tile of blocks. Bytes: a block read and two bytes per weight written.
+// Grid: rows * columns / kElements blocks, rounded up; units are counted in 32 bits.
+// Plane map: one tile of blocks. Bytes: a block read, and two written per weight.
 #pragma once
 
 #include "../core/live.cuh"

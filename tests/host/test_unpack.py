@@ -10,52 +10,27 @@ from pathlib import Path
 import gguf
 import numpy as np
 import pytest
-from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+from blocks import EXPONENT_BYTES, TYPES, block_of, dequantized, random_blocks
 from numpy.typing import NDArray
 
 ROOT = Path(__file__).parents[2]
-GOLDEN = ROOT / "tests" / "data" / "golden"
+GOLDEN_FILES = sorted((ROOT / "tests/data/golden").glob("tiny-llama-*.gguf"))
 
-# Byte offsets of a block's fp16 fields: the only bytes that are not valid whatever they hold.
-HALVES: dict[str, tuple[int, ...]] = {
-    "F32": (),
-    "F16": (),
-    "BF16": (),
-    "Q4_0": (0,),
-    "Q4_1": (0, 2),
-    "Q5_0": (0,),
-    "Q5_1": (0, 2),
-    "Q8_0": (0,),
-    "Q2_K": (80, 82),
-    "Q3_K": (108,),
-    "Q4_K": (0, 2),
-    "Q5_K": (0, 2),
-    "Q6_K": (208,),
-    "IQ4_NL": (0,),
-    "IQ4_XS": (0,),
-}
-TYPES = list(HALVES)
-PLAIN = ("F32", "F16", "BF16")
-
-SOURCE = (
-    '#include "cuda/quant/unpack.cuh"\n'
-    + """
+SOURCE = """
+#include "cuda/quant/unpack.cuh"
 template <class Block>
-void all(const Block* blocks, long count, float* out) {
+void all(const Block* blocks, long count, float (*out)[8]) {
   for (long b = 0; b < count; ++b)
-    for (int unit = 0; unit < Block::kElements / 8; ++unit, out += 8)
-      quant::unpack(blocks[b], unit, *reinterpret_cast<float(*)[8]>(out));
+    for (int unit = 0; unit < Block::kElements / 8; ++unit) quant::unpack(blocks[b], unit, *out++);
 }
-#define UNPACK(type)                                                                    \\
+#define UNPACK(type)                                                                         \\
   extern "C" void unpack_##type(const quant::block_##type* blocks, long count, float* out) { \\
-    all(blocks, count, out);                                                            \\
-  }                                                                                     \\
-  extern "C" int elements_##type() { return quant::block_##type::kElements; }           \\
-  extern "C" int bytes_##type() { return sizeof(quant::block_##type); }                 \\
+    all(blocks, count, reinterpret_cast<float(*)[8]>(out));                                  \\
+  }                                                                                          \\
+  extern "C" int weights_##type() { return quant::block_##type::kElements; }                 \\
+  extern "C" int bytes_##type() { return sizeof(quant::block_##type); }                      \\
   extern "C" const char* name_##type() { return quant::block_##type::kType; }
-"""
-    + "".join(f"UNPACK({t.lower()})\n" for t in TYPES)
-)
+""" + "".join(f"UNPACK({name.lower()})\n" for name in TYPES)
 
 
 @pytest.fixture(scope="module")
@@ -69,68 +44,52 @@ def unpacker(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     command = [compiler, "-std=c++17", "-O1", "-Wall", "-Werror", "-Wno-unknown-pragmas"]
     command += ["-shared", "-fPIC", f"-I{ROOT}", "-o", "unpack.so", "unpack.cpp"]
     subprocess.run(command, cwd=folder, check=True)
-    library = ctypes.CDLL(str(folder / "unpack.so"))
-    for name in TYPES:
-        getattr(library, f"name_{name.lower()}").restype = ctypes.c_char_p
-    return library
+    return ctypes.CDLL(str(folder / "unpack.so"))
 
 
 def unpack(library: ctypes.CDLL, name: str, packed: NDArray[np.uint8]) -> NDArray[np.float32]:
-    """Weights of `packed` (whole blocks, any shape) as float32 [elements]."""
-    type_name = name.lower()
-    size = getattr(library, f"bytes_{type_name}")()
-    count = packed.size // size
-    out = np.full(count * getattr(library, f"elements_{type_name}")(), np.nan, np.float32)
-    # The plain blocks are declared 16-byte aligned; NumPy's allocations are.
-    blocks = np.ascontiguousarray(packed)
-    getattr(library, f"unpack_{type_name}")(
-        blocks.ctypes.data_as(ctypes.c_void_p),
-        ctypes.c_long(count),
-        out.ctypes.data_as(ctypes.c_void_p),
+    """Weights of `packed` (whole blocks, 16-byte aligned) as float32."""
+    count = packed.size // getattr(library, f"bytes_{name.lower()}")()
+    weights = getattr(library, f"weights_{name.lower()}")()
+    out = np.full(count * weights, np.nan, np.float32)
+    getattr(library, f"unpack_{name.lower()}")(
+        ctypes.c_void_p(packed.ctypes.data), ctypes.c_long(count), ctypes.c_void_p(out.ctypes.data)
     )
     return out
 
 
-def assert_same_bits(got: NDArray[np.float32], packed: NDArray[np.uint8], name: str) -> None:
-    """`got` equals gguf's float32 values bit for bit, the sign of zero included."""
-    want = gguf.quants.dequantize(packed, GGMLQuantizationType[name]).ravel()
-    np.testing.assert_array_equal(got.view(np.uint32), want.view(np.uint32))
+def assert_unpacks(library: ctypes.CDLL, name: str, packed: NDArray[np.uint8]) -> None:
+    """Equal to gguf's values bit for bit, the sign of zero included."""
+    got = unpack(library, name, packed)
+    np.testing.assert_array_equal(got.view(np.uint32), dequantized(name, packed).view(np.uint32))
 
 
 @pytest.mark.parametrize("name", TYPES)
 def test_block_is_the_one_of_the_format(unpacker: ctypes.CDLL, name: str) -> None:
-    elements, size = GGML_QUANT_SIZES[GGMLQuantizationType[name]]
-    group = 8 if name in PLAIN else 1
-    assert getattr(unpacker, f"elements_{name.lower()}")() == elements * group
+    weights, size = block_of(name)
+    group = 8 if weights == 1 else 1
+    type_name = getattr(unpacker, f"name_{name.lower()}")
+    type_name.restype = ctypes.c_char_p
+    assert type_name() == name.lower().encode()
+    assert getattr(unpacker, f"weights_{name.lower()}")() == weights * group
     assert getattr(unpacker, f"bytes_{name.lower()}")() == size * group
-    assert getattr(unpacker, f"name_{name.lower()}")() == name.lower().encode()
 
 
 @pytest.mark.parametrize("name", TYPES)
-def test_every_bit_pattern(unpacker: ctypes.CDLL, name: str) -> None:
-    rng = np.random.default_rng(TYPES.index(name))
-    size = getattr(unpacker, f"bytes_{name.lower()}")()
-    blocks = rng.integers(0, 256, (2000, size), np.uint8)
-    for offset in HALVES[name]:  # any finite scale: zeros of both signs, subnormals, the largest
-        scales = rng.integers(0, 1 << 16, len(blocks), np.uint16)
-        scales[scales & 0x7C00 == 0x7C00] ^= 0x4000
-        scales[:4] = 0x0000, 0x8000, 0x0001, 0xFBFF
-        blocks[:, offset : offset + 2] = scales.view(np.uint8).reshape(-1, 2)
-    if name in PLAIN:  # NaN payloads are nobody's business
-        item = {"F32": "<u4", "F16": "<u2", "BF16": "<u2"}[name]
-        exponent = {"F32": 0x7F800000, "F16": 0x7C00, "BF16": 0x7F80}[name]
-        values = blocks.view(item)
-        values[(values & exponent) == exponent] = exponent  # infinities
-    assert_same_bits(unpack(unpacker, name, blocks), blocks, name)
+def test_any_bits(unpacker: ctypes.CDLL, name: str) -> None:
+    assert_unpacks(unpacker, name, random_blocks(name, 4000, np.random.default_rng(0)))
 
 
-GOLDEN_FILES = sorted(GOLDEN.glob("tiny-llama-*.gguf"))
+@pytest.mark.parametrize("name", TYPES)
+def test_extreme_scales(unpacker: ctypes.CDLL, name: str) -> None:
+    blocks = random_blocks(name, 4000, np.random.default_rng(1))
+    # High bytes of zeros of both signs, subnormals, the largest number; an infinity where plain.
+    for i, byte in enumerate((0x00, 0x80, 0x01, 0x81, 0x7B, 0xFB)):
+        blocks[i::6, EXPONENT_BYTES[name]] = byte
+    assert_unpacks(unpacker, name, blocks)
 
 
-@pytest.mark.parametrize("path", GOLDEN_FILES, ids=lambda p: p.stem)
+@pytest.mark.parametrize("path", GOLDEN_FILES, ids=lambda path: path.stem)
 def test_real_blocks(unpacker: ctypes.CDLL, path: Path) -> None:
     for tensor in gguf.GGUFReader(path).tensors:
-        packed = np.array(tensor.data).view(np.uint8)
-        assert_same_bits(
-            unpack(unpacker, tensor.tensor_type.name, packed), packed, tensor.tensor_type.name
-        )
+        assert_unpacks(unpacker, tensor.tensor_type.name, np.array(tensor.data).view(np.uint8))

@@ -1,0 +1,95 @@
+"""Embedding rows and wanted rows: exact copies, and nothing else written."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from pyruntime.driver.program import Program
+from pyruntime.ops.rows import embed, gather
+
+COLUMNS = [256, 576, 896, 3584, 8]
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize(("live", "rows"), [(1, 1), (5, 8), (130, 130)])
+@pytest.mark.parametrize("columns", COLUMNS)
+def test_embed(gpu: Any, rng: np.random.Generator, columns: int, live: int, rows: int) -> None:
+    vocab = 300
+    table = rng.standard_normal((vocab, columns)).astype(np.float16)
+    ids = np.full(rows, -1, np.int32)  # past the live rows: no token, must not be looked up
+    ids[:live] = rng.integers(0, vocab, live)
+    ids[live - 1] = vocab - 1
+    x = gpu.empty((rows, columns), np.float32)
+    program = Program()
+    embed(
+        program,
+        gpu.library,
+        rows=gpu.upload(np.array([live], np.int32)),
+        max_rows=rows,
+        ids=gpu.upload(ids),
+        table=gpu.upload(table),
+        x=x,
+    )
+    gpu.run(program)
+    got = gpu.download(x)
+    np.testing.assert_array_equal(got[:live], table[ids[:live]].astype(np.float32))
+    assert (got[live:].view(np.uint32) == 0xFFFFFFFF).all()
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize(("live", "rows"), [(1, 1), (3, 5), (130, 130)])
+@pytest.mark.parametrize(("columns", "width"), [(256, 256), (576, 576), (1024, 2048), (896, 64)])
+def test_gather(
+    gpu: Any, rng: np.random.Generator, columns: int, width: int, live: int, rows: int
+) -> None:
+    x = rng.standard_normal((150, columns)).astype(np.float32)
+    a = rng.standard_normal((150, width)).astype(np.float16)
+    index = np.full(rows, -1, np.int32)
+    index[:live] = rng.integers(0, 150, live)
+    index[0] = 149
+    x_out, a_out = gpu.empty((rows, columns), np.float32), gpu.empty((rows, width), np.float16)
+    program = Program()
+    gather(
+        program,
+        gpu.library,
+        wanted=gpu.upload(np.array([live], np.int32)),
+        max_wanted=rows,
+        index=gpu.upload(index),
+        x=gpu.upload(x),
+        x_out=x_out,
+        a=gpu.upload(a),
+        a_out=a_out,
+    )
+    gpu.run(program)
+    got_x, got_a = gpu.download(x_out), gpu.download(a_out)
+    np.testing.assert_array_equal(got_x[:live], x[index[:live]])
+    np.testing.assert_array_equal(got_a[:live], a[index[:live]])
+    assert (got_x[live:].view(np.uint32) == 0xFFFFFFFF).all()
+    assert (got_a[live:].view(np.uint16) == 0xFFFF).all()
+
+
+def test_what_does_not_fit_is_refused(gpu: Any) -> None:
+    count, ids = gpu.empty((1,), np.int32), gpu.empty((4,), np.int32)
+    table, x = gpu.empty((10, 64), np.float16), gpu.empty((4, 64), np.float32)
+    good = {"rows": count, "max_rows": 4, "ids": ids, "table": table, "x": x}
+    for bad in (
+        {"x": gpu.empty((4, 32), np.float32)},
+        {"x": gpu.empty((4, 64), np.float16)},
+        {"max_rows": 5},
+    ):
+        with pytest.raises(ValueError, match="embed"):
+            embed(Program(), gpu.library, **{**good, **bad})
+    a, a_out = gpu.empty((10, 64), np.float16), gpu.empty((4, 64), np.float16)
+    good = {
+        "wanted": count, "max_wanted": 4, "index": ids, "x": x, "x_out": x, "a": a, "a_out": a_out,
+    }  # fmt: skip
+    for bad in (
+        {"a_out": gpu.empty((4, 32), np.float16)},
+        {"a": gpu.empty((10, 64), np.float32)},
+        {"max_wanted": 5},
+    ):
+        with pytest.raises(ValueError, match="gather"):
+            gather(Program(), gpu.library, **{**good, **bad})
