@@ -157,11 +157,14 @@ def _merging_model(vocabulary: Vocabulary) -> Any:
     from tokenizers import models
 
     pre, unk_id = vocabulary.pre, vocabulary.unk_id
-    return models.BPE(
-        vocab=vocabulary.ids,
-        merges=vocabulary.merges,
-        unk_token=None if pre or unk_id is None else vocabulary.pieces[unk_id],
-        fuse_unk=True,
-        byte_fallback=pre is None,
-        ignore_merges=pre is not None and pre.ignore_merges,
-    )
+    try:
+        return models.BPE(
+            vocab=vocabulary.ids,
+            merges=vocabulary.merges,
+            unk_token=None if pre or unk_id is None else vocabulary.pieces[unk_id],
+            fuse_unk=True,
+            byte_fallback=pre is None,
+            ignore_merges=pre is not None and pre.ignore_merges,
+        )
+    except Exception as error:  # nothing more specific is raised for half a merge that is no token
+        raise TokenizerError(f"tokenizer.ggml.merges: {str(error)[:200]!r}") from None

@@ -186,12 +186,15 @@ def _pieces(keys: _Keys) -> dict[str, int]:
 
 
 def _merges(keys: _Keys, ids: dict[str, int]) -> list[tuple[str, str]]:
-    """The pairs of `tokenizer.ggml.merges`, each written as two pieces with a space between."""
+    """The pairs of `tokenizer.ggml.merges`, each written as two pieces with a space between.
+
+    Only their unions are looked up here; the halves are when a model is built of them.
+    """
     merges = []
     for rank, merge in enumerate(keys.strings("merges")):
         left, _, right = merge.partition(" ")
-        if left not in ids or right not in ids or left + right not in ids:
-            problem = "is not two tokens that join into a third"
+        if left + right not in ids:
+            problem = "does not join two tokens into a third"
             raise keys.error("merges", f"entry {rank}, {merge[:100]!r}, {problem}")
         merges.append((left, right))
     return merges
