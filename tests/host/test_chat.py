@@ -84,7 +84,8 @@ def test_the_template_may_refuse() -> None:
         ("{{ {'é': '<'} | tojson }}", '{"é": "<"}'),
         ("{{ [1] | tojson(indent=2) }}", "[\n  1\n]"),
         ("{% for x in [1, 2, 3] %}{% if x == 2 %}{% break %}{% endif %}{{ x }}{% endfor %}", "1"),
-        ("{% for m in messages %}{{ loop.length }}{{ loop.last }}{% endfor %}", "3False3False3True"),
+        ("{% for m in messages %}{{ loop.length }}{{ loop.last }}{% endfor %}",
+         "3False3False3True"),
         ("{% if true %}\nx\n{% endif %}\ny", "x\ny"),
         ("{{ tools is none }}{{ tools is defined }}{{ nope is defined }}", "TrueTrueFalse"),
         ("{{ messages[::-1][0].content }}{{ messages | map(attribute='role') | join(',') }}",
@@ -148,7 +149,7 @@ def test_hostile_templates_are_refused(template: str) -> None:
     [
         "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
         "{% macro f(n) %}{% if n %}{{ f(n-1) }}{{ f(n-1) }}{% endif %}{% endmacro %}{{ f(60) }}",
-        "{% for x in [1] recursive %}{% if loop.depth<40 %}{{ loop([1,2]) }}{% endif %}{% endfor %}",
+        "{% for x in [1] recursive %}{{ loop('ab') if loop.depth < 40 }}{% endfor %}",
     ],
 )
 def test_endless_templates_are_stopped(template: str, monkeypatch: pytest.MonkeyPatch) -> None:
