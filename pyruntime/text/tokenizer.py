@@ -70,7 +70,7 @@ class Tokenizer:
 
         `add_special` puts BOS and EOS around it where the model asks for them (leave it off for a
         rendered chat template, which writes its own). `parse_special` turns the text of a control
-        token into that token; off, no text can produce one. Raises TokenizerError for text that
+        token into that token; off, it stays ordinary text. Raises TokenizerError for text that
         UTF-8 cannot express (a lone surrogate).
         """
         try:
