@@ -1,4 +1,4 @@
-"""pyruntime: prefill of GGUF language models on the CUDA driver API. Importing touches no driver."""
+"""Prefill of GGUF language models on the CUDA driver API. Importing touches no driver."""
 
 from __future__ import annotations
 

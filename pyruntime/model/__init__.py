@@ -1,1 +1,1 @@
-"""What a model is: its configuration, its tensors and its position encoding, for every backend."""
+"""Models: what a GGUF file configures, and the decoder that runs it on a GPU."""

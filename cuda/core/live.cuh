@@ -1,0 +1,29 @@
+// What changes from call to call, kept in device memory so that a launch never depends on it.
+#pragma once
+
+#include <cstdint>
+
+#include "cuda_fp16.h"
+
+// One prompt (or its continuation): its rows in the activations and its place in a K/V cache.
+// Cache layout: [layer][kv head][position][head dim], fp16, `capacity` positions.
+struct Sequence {
+  int32_t row0, rows;  // rows [row0, row0 + rows) of the activations belong to this sequence
+  int32_t start;       // position of its first row: so many tokens were in the cache before
+  int32_t capacity;    // positions per kv head in its cache
+  __half* k;
+  __half* v;
+};
+
+struct Live {
+  int32_t rows;       // activation rows in use
+  int32_t sequences;  // entries of the sequence list
+  int32_t wanted;     // rows whose logits are wanted
+  int32_t overflow;   // lowest site out of fp16's range; INT32_MAX while there is none
+};
+
+// Rounds to fp16. A value out of its range (or NaN) leaves its site's number in `overflow`, if lowest.
+__device__ __forceinline__ __half checked_half(float x, int32_t* overflow, int32_t site) {
+  if (!(fabsf(x) <= 65504.0f)) atomicMin(overflow, site);
+  return __float2half_rn(x);
+}

@@ -1,0 +1,4 @@
+#include "norm.cuh"
+
+#define NORM(threads) KERNEL(norm_t##threads, Norm<threads>)
+#include "../table.def"

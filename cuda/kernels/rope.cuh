@@ -1,0 +1,99 @@
+// From the fused q,k,v product to attention's inputs: add the bias, normalise q and k per head where the
+// model does (Qwen3), rotate q and k by position, and store q for attention and k, v into the cache.
+//
+//   (a, b) -> (a cos t - b sin t, a sin t + b cos t),  t = position * inverse frequency [pair]
+//
+// A pair is (2i, 2i + 1) in `interleaved` models (Llama) and (i, i + head_dim / 2) otherwise (NeoX).
+// Grid: (rows, groups of kThreads / 32 heads); one warp per head, q heads first, then k, then v.
+// Bytes: 4 read and 2 written per element.
+#pragma once
+
+#include "../core/live.cuh"
+#include "../core/reduce.cuh"
+#include "../core/spec.cuh"
+
+#define ROPE_PARAMS(P)                                                             \
+  P(const Live*, live)                                                             \
+  P(const Sequence*, sequences)                                                    \
+  P(const int32_t*, sequence_of) /* [rows] index into sequences */                 \
+  P(const int32_t*, positions)   /* [rows] */                                      \
+  P(const float*, qkv)           /* [rows][(heads + 2 kv_heads) head_dim] */       \
+  P(const float*, bias)          /* [(heads + 2 kv_heads) head_dim] or null */     \
+  P(const float*, q_norm)        /* [head_dim] or null */                          \
+  P(const float*, k_norm)        /* [head_dim] or null */                          \
+  P(const float*, cosines)       /* [positions][head_dim / 2] */                   \
+  P(const float*, sines)         /* [positions][head_dim / 2] */                   \
+  P(__half*, q)                  /* [rows][heads][head_dim] */                     \
+  P(int32_t*, overflow)          /* lowest site out of fp16 range */               \
+  P(int32_t, layer)                                                                \
+  P(int32_t, heads)                                                                \
+  P(int32_t, kv_heads)                                                             \
+  P(int32_t, head_dim)                                                             \
+  P(int32_t, interleaved)                                                          \
+  P(int32_t, site)               /* of q; k and v follow */                        \
+  P(float, eps)
+
+template <int MaxHeadDim, int Threads>
+struct Rope {
+  static constexpr int kThreads = Threads, kMinBlocks = 1;
+  static constexpr int kPairs = MaxHeadDim / 64;  // pairs per lane
+  static constexpr spec::Tile tile() {
+    return spec::Tile{}.with("max_head_dim", MaxHeadDim).with("heads", Threads / 32);
+  }
+  SPEC_PARAMS(ROPE_PARAMS)
+  SPEC_NO_SMEM
+
+  static __device__ void run(const Params& p) {
+    const int row = blockIdx.x, lane = threadIdx.x % 32;
+    const int head = blockIdx.y * (kThreads / 32) + threadIdx.x / 32;
+    if (row >= p.live->rows || head >= p.heads + 2 * p.kv_heads) return;
+    const int part = head < p.heads ? 0 : head < p.heads + p.kv_heads ? 1 : 2;  // q, k, v
+    const int half = p.head_dim / 2;
+    const int step = p.interleaved ? 2 : 1, apart = p.interleaved ? 1 : half;
+    const int64_t width = int64_t(p.heads + 2 * p.kv_heads) * p.head_dim;
+    const float* in = p.qkv + row * width + int64_t(head) * p.head_dim;
+    const float* bias = p.bias ? p.bias + int64_t(head) * p.head_dim : nullptr;
+    const float* norm = part == 0 ? p.q_norm : part == 1 ? p.k_norm : nullptr;
+
+    float a[kPairs], b[kPairs], squares = 0;
+#pragma unroll
+    for (int i = 0; i < kPairs; ++i) {
+      const int pair = lane + 32 * i, at = pair * step;
+      const bool inside = pair < half;
+      a[i] = inside ? in[at] + (bias ? bias[at] : 0.0f) : 0.0f;
+      b[i] = inside ? in[at + apart] + (bias ? bias[at + apart] : 0.0f) : 0.0f;
+      squares += a[i] * a[i] + b[i] * b[i];
+    }
+    const float scale = norm ? rsqrtf(warp_sum(squares) / p.head_dim + p.eps) : 1.0f;
+
+    const int position = p.positions[row];
+    __half* out;
+    if (part == 0) {
+      out = p.q + (int64_t(row) * p.heads + head) * p.head_dim;
+    } else {
+      const Sequence s = p.sequences[p.sequence_of[row]];
+      const int kv_head = head - p.heads - (part == 2 ? p.kv_heads : 0);
+      const int64_t slot = (int64_t(p.layer) * p.kv_heads + kv_head) * s.capacity + position;
+      out = (part == 1 ? s.k : s.v) + slot * p.head_dim;
+    }
+#pragma unroll
+    for (int i = 0; i < kPairs; ++i) {
+      const int pair = lane + 32 * i, at = pair * step;
+      if (pair >= half) break;
+      float x = a[i], y = b[i];
+      if (norm) {
+        x *= scale * norm[at];
+        y *= scale * norm[at + apart];
+      }
+      if (part != 2) {
+        const float c = p.cosines[int64_t(position) * half + pair];
+        const float s = p.sines[int64_t(position) * half + pair];
+        const float rotated = x * c - y * s;
+        y = x * s + y * c;
+        x = rotated;
+      }
+      out[at] = checked_half(x, p.overflow, p.site + part);
+      out[at + apart] = checked_half(y, p.overflow, p.site + part);
+    }
+  }
+};

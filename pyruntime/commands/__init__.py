@@ -1,0 +1,1 @@
+"""Subcommands that run a model or describe one."""

@@ -1,0 +1,116 @@
+"""`pyruntime info`: what a GGUF file holds and what running it takes."""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections import Counter
+from typing import TYPE_CHECKING, Any
+
+from pyruntime.commands.options import add_json, add_model, print_json, quoted
+
+if TYPE_CHECKING:
+    from pyruntime.gguf import GGUFFile
+
+SHOWN = 60  # characters of a value, in text
+
+
+def main(argv: list[str]) -> int:
+    """Runs the command and returns its exit code."""
+    parser = argparse.ArgumentParser("pyruntime info", description=__doc__)
+    add_model(parser)
+    parser.add_argument("--tensors", action="store_true", help="list every tensor (text output)")
+    add_json(parser)
+    args = parser.parse_args(argv)
+    from pyruntime.gguf import GGUFFile
+    from pyruntime.hub import resolve
+
+    with GGUFFile.open(resolve(args.model)) as file:
+        record = _record(file)
+    if args.json:
+        print_json("info", record)
+    else:
+        _print(record, args.tensors)
+    return 0
+
+
+def _record(file: GGUFFile) -> dict[str, Any]:
+    from pyruntime.gguf import type_name
+
+    tensors = file.tensors.values()
+    mix: Counter[str] = Counter()
+    for t in tensors:
+        mix[type_name(t.type_id)] += t.nbytes
+    return {
+        "path": str(file.path),
+        "bytes": file.size_bytes,
+        "version": file.version,
+        "metadata": {key: _plain(value) for key, value in file.metadata.items()},
+        "parameters": sum(math.prod(t.shape) for t in tensors),
+        "types": dict(mix.most_common()),
+        "tensors": [
+            {
+                "name": t.name,
+                "shape": list(t.shape),
+                "type": type_name(t.type_id),
+                "bytes": t.nbytes,
+            }
+            for t in tensors
+        ],
+        **_needs(file),
+    }
+
+
+def _needs(file: GGUFFile) -> dict[str, Any]:
+    """Whether it can be loaded, and the memory for that in bytes."""
+    from pyruntime.engine import MAX_TOKENS
+    from pyruntime.errors import UnsupportedModelError
+    from pyruntime.model.config import ModelConfig
+    from pyruntime.model.gpu import device_bytes
+
+    try:
+        config = ModelConfig.from_gguf(file)
+    except UnsupportedModelError as error:
+        return {"supported": False, "reason": str(error), "memory": None}
+    tokens = min(MAX_TOKENS, config.context_length)
+    return {
+        "supported": True,
+        "reason": None,
+        "memory": {"tokens": tokens, **device_bytes(config, tokens, tokens)},
+    }
+
+
+def _plain(value: Any) -> Any:
+    """A metadata value as JSON: arrays by length and first elements, non-finite floats as text."""
+    if isinstance(value, bool | int | str):
+        return value
+    if isinstance(value, float):
+        return value if math.isfinite(value) else str(value)
+    return {
+        "length": len(value),
+        "first": [_plain(getattr(v, "item", lambda v=v: v)()) for v in value[:8]],
+    }
+
+
+def _print(record: dict[str, Any], every_tensor: bool) -> None:
+    print(f"{record['path']}: GGUF v{record['version']}, {record['bytes']:,} bytes")
+    width = max((len(key) for key in record["metadata"]), default=0)
+    for key, value in record["metadata"].items():
+        text = value if not isinstance(value, dict) else f"{value['length']} x {value['first']}"
+        line = quoted(str(text))[1:-1]
+        print(f"  {key:<{width}}  {line[:SHOWN] + ' …' if len(line) > SHOWN else line}")
+    print(f"{len(record['tensors'])} tensors, {record['parameters']:,} parameters")
+    if every_tensor:
+        for t in record["tensors"]:
+            print(f"  {t['name']:<32} {t['type']:<6} {'x'.join(map(str, t['shape']))}")
+    for name, nbytes in record["types"].items():
+        count = sum(t["type"] == name for t in record["tensors"])
+        print(f"  {name:<8} {count:>5} tensors {nbytes:>16,} bytes")
+    if not record["supported"]:
+        print(f"not supported: {record['reason']}")
+        return
+    memory = dict(record["memory"])
+    tokens = memory.pop("tokens")
+    print(f"device memory for {tokens} tokens: {sum(memory.values()):,} bytes")
+    for name, nbytes in memory.items():
+        print(f"  {name:<12} {nbytes:>16,}")

@@ -1,0 +1,133 @@
+"""Arguments and output that the model commands share."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from pyruntime.engine import Engine
+
+
+def add_model(parser: argparse.ArgumentParser) -> None:
+    """MODEL."""
+    parser.add_argument(
+        "model", help="a .gguf file, an alias (smollm2), or hf:owner/repo/file.gguf"
+    )
+
+
+def add_json(parser: argparse.ArgumentParser) -> None:
+    """--json."""
+    parser.add_argument("--json", action="store_true", help="print JSON instead of text")
+
+
+def add_run(parser: argparse.ArgumentParser) -> None:
+    """MODEL, the prompt and where it runs."""
+    add_model(parser)
+    parser.add_argument("prompt", nargs="?", help="the prompt; '-' or none: standard input")
+    parser.add_argument("--file", type=Path, help="read the prompt from this UTF-8 file")
+    parser.add_argument("--ids", help="token ids, separated by commas, instead of a text")
+    parser.add_argument("--chat", action="store_true", help="apply the model's chat template")
+    parser.add_argument("--system", help="system message (with --chat)")
+    parser.add_argument("--device", default="auto", help="auto (default), cpu, or cuda:N")
+    parser.add_argument("--max-tokens", type=int, help="rows of one pass on a GPU")
+    add_json(parser)
+
+
+def read_prompt(args: argparse.Namespace) -> str:
+    """The prompt that the arguments name.
+
+    Raises:
+        ValueError: none, two, or not UTF-8.
+    """
+    if args.system is not None and not args.chat:
+        raise ValueError("--system needs --chat")
+    if args.file is not None and args.prompt is not None:
+        raise ValueError("a prompt and --file: give one")
+    if args.file is None and args.prompt not in (None, "-"):
+        return str(args.prompt)
+    if args.file is None and args.prompt is None and sys.stdin.isatty():
+        raise ValueError("no prompt: give it as an argument, with --file, or on standard input")
+    data = args.file.read_bytes() if args.file is not None else sys.stdin.buffer.read()
+    try:
+        return str(data.decode())
+    except UnicodeDecodeError as error:
+        raise ValueError(f"the prompt is not UTF-8 at byte {error.start}") from None
+
+
+def encode_prompt(engine: Engine, args: argparse.Namespace) -> NDArray[Any]:
+    """Token ids of the prompt, int32 [nt], through the chat template if asked for."""
+    if args.ids is not None:
+        return _parse_ids(args)
+    text = read_prompt(args)
+    tokenizer = engine.tokenizer
+    if not args.chat:
+        return tokenizer.encode(text)
+    from pyruntime.errors import TokenizerError
+    from pyruntime.text.chat import render
+
+    if tokenizer.chat_template is None:
+        raise TokenizerError("--chat: this model has no chat template")
+    messages = [{"role": "system", "content": args.system}] if args.system is not None else []
+    messages.append({"role": "user", "content": text})
+    bos, eos = (
+        "" if i is None else tokenizer.token(i) for i in (tokenizer.bos_id, tokenizer.eos_id)
+    )
+    # The template writes the special tokens itself.
+    text = render(tokenizer.chat_template, messages, bos=bos, eos=eos)
+    return tokenizer.encode(text, add_special=False)
+
+
+def _parse_ids(args: argparse.Namespace) -> NDArray[Any]:
+    import numpy as np
+
+    if args.prompt is not None or args.file is not None or args.chat:
+        raise ValueError("--ids goes with no prompt, --file or --chat")
+    try:
+        return np.array([int(item) for item in args.ids.split(",")])
+    except ValueError:
+        raise ValueError(f"--ids {args.ids}: not integers separated by commas") from None
+
+
+def token_text(engine: Engine, token: int) -> str:
+    """How a token is shown; a model without a vocabulary has no text for it."""
+    return engine.tokenizer.token(token) if engine.has_vocabulary else ""
+
+
+@contextmanager
+def loaded(args: argparse.Namespace) -> Iterator[Engine]:
+    """The engine that the arguments name, with a progress bar on a terminal while it loads."""
+    from tqdm import tqdm
+
+    from pyruntime.engine import Engine
+
+    bar = tqdm(
+        desc="loading",
+        unit="B",
+        unit_scale=True,
+        leave=False,
+        disable=args.json or not sys.stderr.isatty(),
+    )
+    with bar:
+        engine = Engine.load(
+            args.model, device=args.device, max_tokens=args.max_tokens, progress=bar.update
+        )
+    with engine:
+        yield engine
+
+
+def print_json(kind: str, record: dict[str, Any]) -> None:
+    """Prints a record as strict JSON with its schema."""
+    print(json.dumps({"schema": f"pyruntime.{kind}/1", **record}, allow_nan=False, indent=2))
+
+
+def quoted(token: str) -> str:
+    """A token for a terminal: in double quotes, control characters escaped."""
+    return '"' + "".join(c if c.isprintable() else repr(c)[1:-1] for c in token) + '"'

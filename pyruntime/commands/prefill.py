@@ -1,0 +1,89 @@
+"""`pyruntime prefill`: a prompt in, the likeliest next tokens out."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any, Literal
+
+from pyruntime.commands.options import (
+    add_run,
+    encode_prompt,
+    loaded,
+    print_json,
+    quoted,
+    token_text,
+)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser("pyruntime prefill", description=__doc__)
+    add_run(parser)
+    parser.add_argument("--top", type=int, default=5, help="how many tokens to show (default 5)")
+    parser.add_argument(
+        "--save", type=Path, help="write the logits, float32 [rows, vocab], as .npy"
+    )
+    parser.add_argument("--all", action="store_true", help="logits of every row, not of the last")
+    parser.add_argument("--repeat", type=int, default=1, help="run so often, report the fastest")
+    return parser
+
+
+def main(argv: list[str]) -> int:
+    """Runs the command and returns its exit code."""
+    args = _parser().parse_args(argv)
+    import numpy as np
+
+    if args.top < 1 or args.repeat < 1:
+        raise ValueError("--top and --repeat must be at least 1")
+    with loaded(args) as engine:
+        ids = encode_prompt(engine, args)
+        rows: Literal["all", "last"] = "all" if args.all else "last"
+        results = [engine.prefill(ids, logits=rows) for _ in range(args.repeat)]
+        result = min(results, key=lambda r: r.timings["wall"])
+        logits = np.asarray(result.logits)
+        if args.save is not None:
+            with args.save.open("wb") as out:  # np.save would append .npy to the name
+                np.save(out, logits)
+        record = _record(engine, logits[-1], result, args.top)
+    if args.json:
+        print_json("prefill", record)
+    else:
+        _print(record)
+    return 0
+
+
+def _record(engine: Any, logits: Any, result: Any, top: int) -> dict[str, Any]:
+    import numpy as np
+
+    wide = logits.astype(np.float64)
+    logprobs = wide - wide.max()
+    logprobs -= np.log(np.exp(logprobs).sum())
+    best = np.argsort(-logprobs, kind="stable")[:top]
+    wall = result.timings["wall"]
+    return {
+        "model": engine.config.name,
+        "device": result.path,
+        "tokens": result.tokens,
+        "seconds": wall,
+        "tokens_per_second": result.tokens / wall,
+        "timings": result.timings,
+        "next": [
+            {"id": int(i), "token": token_text(engine, int(i)), "logprob": float(logprobs[i])}
+            for i in best
+        ],
+    }
+
+
+def _print(record: dict[str, Any]) -> None:
+    from math import exp
+
+    shown = [quoted(entry["token"]) for entry in record["next"]]
+    width = max(len("next token"), *map(len, shown))
+    print(f"{'next token':<{width}}  {'log-prob':>9}  {'prob':>7}  {'id':>7}")
+    for token, entry in zip(shown, record["next"], strict=True):
+        p = exp(entry["logprob"])
+        print(f"{token:<{width}}  {entry['logprob']:>9.4f}  {p:>7.2%}  {entry['id']:>7}")
+    print(
+        f"{record['model']}: {record['tokens']} tokens in {1e3 * record['seconds']:.2f} ms, "
+        f"{record['tokens_per_second']:,.0f} tok/s on {record['device']}"
+    )

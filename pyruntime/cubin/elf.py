@@ -1,0 +1,124 @@
+"""A bounds-checked reader of 64-bit little-endian ELF files, as far as cubins need it.
+
+Format: System V ABI, chapter 4 (object files); NVIDIA uses machine 190 (EM_CUDA).
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from pyruntime.errors import CubinError
+
+EM_CUDA = 190
+SHT_NOBITS = 8
+
+
+@dataclass(frozen=True)
+class Section:
+    """One section header; `data` is a view of the file's bytes (empty for NOBITS)."""
+
+    name: str
+    kind: int
+    flags: int
+    size: int
+    link: int
+    info: int
+    data: memoryview
+
+
+@dataclass(frozen=True)
+class Symbol:
+    """One entry of `.symtab`; `section` is an index into `Elf.sections`."""
+
+    name: str
+    info: int
+    other: int
+    section: int
+    value: int
+    size: int
+
+
+class Elf:
+    """A parsed cubin. `what` names the file in errors.
+
+    Raises:
+        CubinError: the bytes are no 64-bit little-endian CUDA ELF, or a header points past the end.
+    """
+
+    def __init__(self, data: bytes, what: str) -> None:
+        self.what = what
+        self._data = memoryview(data)
+        if data[:4] != b"\x7fELF":
+            raise CubinError(f"{what}: not an ELF file (starts with {bytes(data[:8])!r})")
+        if data[4:6] != b"\x02\x01":
+            raise CubinError(f"{what}: not a 64-bit little-endian ELF file")
+        self.os_abi, self.abi_version = data[7], data[8]
+        (self.machine,) = self._unpack("<H", 0x12)
+        if self.machine != EM_CUDA:
+            raise CubinError(f"{what}: an ELF file for machine {self.machine}, not a cubin (190)")
+        (table,) = self._unpack("<Q", 0x28)
+        (self.flags,) = self._unpack("<I", 0x30)
+        entry, count, names = self._unpack("<HHH", 0x3A)
+        if entry != 64 and count:
+            raise CubinError(f"{what}: section headers of {entry} bytes, expected 64")
+        headers = [self._unpack("<IIQQQQIIQQ", table + 64 * i) for i in range(count)]
+        if names >= count:
+            raise CubinError(f"{what}: no section name table (index {names} of {count})")
+        strings = self._bytes(headers[names][4], headers[names][5])
+        self.sections = [
+            Section(
+                name=self._string(strings, h[0]),
+                kind=h[1],
+                flags=h[2],
+                size=h[5],
+                link=h[6],
+                info=h[7],
+                data=self._bytes(h[4], 0 if h[1] in (0, SHT_NOBITS) else h[5]),
+            )
+            for h in headers
+        ]
+        self.by_name = {s.name: s for s in self.sections}
+
+    def symbols(self) -> Iterator[Symbol]:
+        """The entries of `.symtab`, in file order."""
+        table = self.by_name.get(".symtab")
+        if table is None:
+            return
+        if table.link >= len(self.sections):
+            raise CubinError(
+                f"{self.what}: .symtab names string table {table.link}, which is absent"
+            )
+        strings = self.sections[table.link].data
+        for name, info, other, section, value, size in struct.iter_unpack(
+            "<IBBHQQ", table.data[: len(table.data) // 24 * 24]
+        ):
+            yield Symbol(self._string(strings, name), info, other, section, value, size)
+
+    def symbol_bytes(self, symbol: Symbol) -> memoryview:
+        """The initial value of a data symbol."""
+        if symbol.section >= len(self.sections):
+            raise CubinError(f"{self.what}: symbol {symbol.name} lies in no section")
+        data = self.sections[symbol.section].data
+        if symbol.value + symbol.size > len(data):
+            raise CubinError(f"{self.what}: symbol {symbol.name} runs past its section")
+        return data[symbol.value : symbol.value + symbol.size]
+
+    def _bytes(self, offset: int, size: int) -> memoryview:
+        if offset + size > len(self._data):
+            raise CubinError(
+                f"{self.what}: {size} bytes at offset {offset} run past the end ({len(self._data)})"
+            )
+        return self._data[offset : offset + size]
+
+    def _unpack(self, fmt: str, offset: int) -> tuple[int, ...]:
+        return struct.unpack(fmt, self._bytes(offset, struct.calcsize(fmt)))
+
+    def _string(self, table: memoryview, offset: int) -> str:
+        end = offset
+        while end < len(table) and table[end]:
+            end += 1
+        if end >= len(table):
+            raise CubinError(f"{self.what}: a name at string offset {offset} has no end")
+        return bytes(table[offset:end]).decode("utf-8", "backslashreplace")

@@ -1,0 +1,83 @@
+"""The cubins that the build installed beside the package (or in the folder `PYRUNTIME_CUBINS`)."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+from pyruntime.errors import ArchMismatchError, CubinError
+
+_ARCH = re.compile(r"(\d+)([af]?)")
+
+
+def root() -> Path:
+    """The folder that holds `manifest.json` and one folder `sm_<arch>` per architecture."""
+    override = os.environ.get("PYRUNTIME_CUBINS")
+    return Path(override) if override else Path(__file__).parents[1] / "cubins"
+
+
+def manifest() -> dict[str, Any]:
+    """What the build recorded: `nvcc`, `nvcc_version`, `flags`, `architectures`.
+
+    Raises:
+        CubinError: there are no cubins (a source tree that was never built), or no valid manifest.
+    """
+    path = root() / "manifest.json"
+    try:
+        record = json.loads(path.read_text())
+    except FileNotFoundError:
+        raise CubinError(
+            f"no cubins in {path.parent}: this copy of pyruntime was not built; "
+            "run 'pip install .' in the source tree and use the installed package"
+        ) from None
+    except (OSError, ValueError) as error:
+        raise CubinError(f"{path}: unreadable manifest: {error}") from None
+    if not isinstance(record, dict) or record.get("schema") != "pyruntime.cubins/1":
+        raise CubinError(f"{path}: not a pyruntime.cubins/1 manifest")
+    return record
+
+
+def architecture_for(compute_capability: tuple[int, int], architectures: list[str]) -> str | None:
+    """The best of `architectures` for a device, or None.
+
+    A cubin runs on its own major version and the same or a later minor one; with suffix `a` on
+    exactly its own version (CUDA C++ programming guide, "Binary compatibility").
+    """
+    major, minor = compute_capability
+
+    def rank(arch: str) -> tuple[int, bool] | None:
+        match = _ARCH.fullmatch(arch)
+        if match is None:
+            return None
+        number, suffix = int(match[1]), match[2]
+        exact = number == 10 * major + minor
+        if number // 10 != major or number % 10 > minor or (suffix == "a" and not exact):
+            return None
+        return number, suffix != ""
+
+    ranked = [(r, arch) for arch in architectures if (r := rank(arch)) is not None]
+    return max(ranked)[1] if ranked else None
+
+
+def cubins_for(compute_capability: tuple[int, int], device_name: str) -> dict[Path, bytes]:
+    """Path and bytes of every cubin to load on a device.
+
+    Raises:
+        ArchMismatchError: none fits; the text names the device and the architectures built.
+        CubinError: see `manifest`, or the folder of a recorded architecture is gone.
+    """
+    architectures: list[str] = manifest()["architectures"]
+    arch = architecture_for(compute_capability, architectures)
+    if arch is None:
+        raise ArchMismatchError(
+            f"no cubin runs on {device_name} (sm_{compute_capability[0]}{compute_capability[1]}): "
+            f"this build holds {', '.join(f'sm_{a}' for a in architectures)}; "
+            "rebuild with PYRUNTIME_CUDA_ARCHS naming the device's architecture"
+        )
+    paths = sorted((root() / f"sm_{arch}").glob("*.cubin"))
+    if not paths:
+        raise CubinError(f"{root() / f'sm_{arch}'}: no cubins, though the manifest lists sm_{arch}")
+    return {path: path.read_bytes() for path in paths}

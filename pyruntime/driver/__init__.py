@@ -1,0 +1,1 @@
+"""The CUDA driver API, typed: devices, memory, kernels, launches. Importing calls nothing."""

@@ -1,0 +1,69 @@
+"""The only importer of `cuda.bindings`: one checked way to call the driver.
+
+The package's own cuda-bindings wheel loads libcuda on the first call and raises its own
+`DynamicLibNotFoundError` when there is none; here that becomes `DriverNotFoundError`.
+"""
+
+from __future__ import annotations
+
+import functools
+from types import ModuleType
+from typing import Any
+
+from pyruntime.errors import CudaError, DriverNotFoundError, OutOfMemoryError
+
+OUT_OF_MEMORY = 2
+# After these the context is lost for good (CUDA driver API, enum CUresult).
+STICKY = frozenset({214, 700, 702, 710, 713, 714, 715, 716, 717, 718, 719, 720, 999})
+
+
+@functools.cache
+def bindings() -> ModuleType:
+    """The `cuda.bindings.driver` module, after one successful `cuInit`.
+
+    Raises:
+        DriverNotFoundError: no driver library, or it refuses to initialise.
+    """
+    from cuda.bindings import driver
+
+    try:
+        (status,) = driver.cuInit(0)
+    except RuntimeError as error:  # cuda.pathfinder.DynamicLibNotFoundError is one
+        raise DriverNotFoundError("no CUDA driver: the library libcuda was not found") from error
+    if int(status):
+        raise DriverNotFoundError(f"no usable CUDA driver: cuInit returned {_name(status)}")
+    return driver
+
+
+def call(name: str, *args: Any, what: str = "") -> Any:
+    """Calls driver function `name`; returns its results without the status (None, one, a tuple).
+
+    Args:
+        what: what was being done, for the error text (kernel, grid, bytes).
+
+    Raises:
+        OutOfMemoryError: CUDA_ERROR_OUT_OF_MEMORY.
+        CudaError: any other failure; the text names call, code and `what`.
+    """
+    status, *results = getattr(bindings(), name)(*args)
+    if int(status):
+        raise failure(name, status, what)
+    return results[0] if len(results) == 1 else tuple(results) or None
+
+
+def failure(name: str, status: Any, what: str = "") -> CudaError | OutOfMemoryError:
+    """The exception for a failed driver call."""
+    text = f"{name} failed: {_name(status)} ({int(status)})" + (f"; {what}" if what else "")
+    if int(status) == OUT_OF_MEMORY:
+        return OutOfMemoryError(text)
+    return CudaError(text, code=int(status), name=_name(status), call=name)
+
+
+def constant(enum: str, member: str) -> Any:
+    """A member of a driver enum, such as ("CUstream_flags", "CU_STREAM_NON_BLOCKING")."""
+    return getattr(getattr(bindings(), enum), member)
+
+
+def _name(status: Any) -> str:
+    # The enum knows its names without a driver; cuGetErrorName does not.
+    return str(getattr(status, "name", status))

@@ -1,0 +1,109 @@
+"""A CUDA device and its primary context."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cached_property
+
+from pyruntime.driver import api
+from pyruntime.errors import DriverNotFoundError
+
+
+def device_count() -> int:
+    """Devices that the driver shows.
+
+    Raises:
+        DriverNotFoundError: no usable driver.
+    """
+    return int(api.call("cuDeviceGetCount"))
+
+
+def driver_version() -> str:
+    """The newest CUDA version that the driver supports, such as "13.0"."""
+    version = int(api.call("cuDriverGetVersion"))
+    return f"{version // 1000}.{version % 1000 // 10}"
+
+
+class Device:
+    """Device `ordinal`, with its primary context retained until `close`.
+
+    The primary context is the one that the CUDA runtime (and so torch) uses: pointers and streams
+    can be shared. `current()` pushes it for a block of code and then restores what was current.
+
+    Raises:
+        DriverNotFoundError: no driver, or no such device.
+    """
+
+    def __init__(self, ordinal: int = 0) -> None:
+        count = device_count()
+        if not 0 <= ordinal < count:
+            raise DriverNotFoundError(
+                f"no device cuda:{ordinal}: the driver shows {count} device(s)"
+            )
+        self.ordinal = ordinal
+        self.handle = api.call("cuDeviceGet", ordinal)
+        self._context = api.call(
+            "cuDevicePrimaryCtxRetain", self.handle, what=f"device cuda:{ordinal}"
+        )
+
+    def close(self) -> None:
+        """Releases the primary context. Idempotent."""
+        if self._context is not None:
+            self._context = None
+            api.call("cuDevicePrimaryCtxRelease", self.handle)
+
+    @contextmanager
+    def current(self) -> Iterator[None]:
+        """Makes the primary context current for a `with` block."""
+        api.call("cuCtxPushCurrent", self._context)
+        try:
+            yield
+        finally:
+            api.call("cuCtxPopCurrent")
+
+    def attribute(self, name: str) -> int:
+        """A device attribute by its name after CU_DEVICE_ATTRIBUTE_."""
+        member = api.constant("CUdevice_attribute", f"CU_DEVICE_ATTRIBUTE_{name}")
+        return int(api.call("cuDeviceGetAttribute", member, self.handle))
+
+    @cached_property
+    def name(self) -> str:
+        """Product name, such as "NVIDIA H200"."""
+        raw: bytes = api.call("cuDeviceGetName", 100, self.handle)
+        return raw.split(b"\0", 1)[0].decode()
+
+    @cached_property
+    def compute_capability(self) -> tuple[int, int]:
+        """(major, minor)."""
+        return (
+            self.attribute("COMPUTE_CAPABILITY_MAJOR"),
+            self.attribute("COMPUTE_CAPABILITY_MINOR"),
+        )
+
+    @cached_property
+    def sm_count(self) -> int:
+        """Multiprocessors."""
+        return self.attribute("MULTIPROCESSOR_COUNT")
+
+    @cached_property
+    def smem_per_block(self) -> int:
+        """The most shared memory that a block can opt in to, static part included, in bytes."""
+        # One driver reported the value with bit 32 set; the attribute is an int of at most 31 bits.
+        return self.attribute("MAX_SHARED_MEMORY_PER_BLOCK_OPTIN") & 0x7FFFFFFF
+
+    @cached_property
+    def smem_per_sm(self) -> int:
+        """Shared memory of a multiprocessor in bytes."""
+        return self.attribute("MAX_SHARED_MEMORY_PER_MULTIPROCESSOR")
+
+    @cached_property
+    def smem_reserved(self) -> int:
+        """Shared memory that the driver keeps per block, in bytes."""
+        return self.attribute("RESERVED_SHARED_MEMORY_PER_BLOCK")
+
+    def memory(self) -> tuple[int, int]:
+        """(free, total) device memory in bytes."""
+        with self.current():
+            free, total = api.call("cuMemGetInfo")
+        return int(free), int(total)

@@ -1,0 +1,135 @@
+"""Kernels loaded from the installed cubins, ready to launch."""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+from typing import Any
+
+from pyruntime.cubin.installed import cubins_for
+from pyruntime.cubin.spec import LETTERS, KernelSpec, read_specs
+from pyruntime.driver import api
+from pyruntime.driver.device import Device
+from pyruntime.errors import CubinError
+
+_BLOCK_ALIGNMENT = 64  # a CUtensorMap inside the parameter struct
+
+
+class Kernel:
+    """One kernel with its contract. Its shared-memory limit has been raised to what it asks for."""
+
+    def __init__(self, spec: KernelSpec, function: Any, registers: int) -> None:
+        self.spec = spec
+        self.name = spec.name
+        self.function = function
+        self.registers = registers
+
+    def pack(self, params: dict[str, Any]) -> ctypes.Array[ctypes.c_char]:
+        """Encodes parameters by name into the kernel's parameter struct.
+
+        Pointers are ints or objects with `.ptr`.
+
+        Raises:
+            TypeError: a parameter is missing, unknown, or of the wrong kind.
+        """
+        if params.keys() != {p.name for p in self.spec.params}:
+            expected = {p.name for p in self.spec.params}
+            raise TypeError(
+                f"kernel {self.name}: missing {sorted(expected - params.keys())}, "
+                f"unknown {sorted(params.keys() - expected)}"
+            )
+        raw = ctypes.create_string_buffer(self.spec.param_bytes + _BLOCK_ALIGNMENT)
+        shift = -ctypes.addressof(raw) % _BLOCK_ALIGNMENT
+        for p in self.spec.params:
+            value = params[p.name]
+            try:
+                struct.pack_into(
+                    "<" + LETTERS[p.letter], raw, shift + p.offset, getattr(value, "ptr", value)
+                )
+            except struct.error as error:
+                raise TypeError(f"kernel {self.name}, parameter {p.name}: {error}") from None
+        raw_type = ctypes.c_char * self.spec.param_bytes
+        return raw_type.from_buffer(raw, shift)
+
+
+class Library:
+    """All kernels that run on a device, loaded eagerly so that no launch ever loads anything.
+
+    Attributes:
+        refused: kernels whose row asks for more than this device has, with the reason.
+
+    Raises:
+        ArchMismatchError, CubinError: see `cubins_for`; CudaError: the driver refused a cubin.
+    """
+
+    def __init__(self, device: Device) -> None:
+        self.device = device
+        self.refused: dict[str, str] = {}
+        self._kernels: dict[str, Kernel] = {}
+        self._modules = []
+        with device.current():
+            for path, data in cubins_for(device.compute_capability, device.name).items():
+                module = api.call("cuModuleLoadData", data, what=f"{path} on {device.name}")
+                self._modules.append(module)
+                for spec in read_specs(data, str(path)).values():
+                    self._add(module, spec)
+
+    def _add(self, module: Any, spec: KernelSpec) -> None:
+        function = api.call("cuModuleGetFunction", module, spec.name.encode(), what=spec.name)
+        api.call("cuFuncLoad", function, what=spec.name)
+        static = _attribute(function, "SHARED_SIZE_BYTES")
+        limit = self.device.smem_per_block
+        if static + spec.smem_bytes > limit:
+            self.refused[spec.name] = (
+                f"{spec.name} asks for {spec.smem_bytes:,} B of dynamic and {static:,} B of static "
+                f"shared memory per block, beside {self.device.smem_reserved:,} B reserved; "
+                f"{self.device.name} allows {limit:,} B"
+            )
+            return
+        most = _attribute(function, "MAX_THREADS_PER_BLOCK")
+        if spec.threads > most:
+            raise CubinError(f"{spec.name} wants {spec.threads} threads; the driver allows {most}")
+        attribute = api.constant(
+            "CUfunction_attribute", "CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES"
+        )
+        api.call(
+            "cuFuncSetAttribute", function, attribute, spec.smem_bytes, what=f"kernel {spec.name}"
+        )
+        self._kernels[spec.name] = Kernel(spec, function, _attribute(function, "NUM_REGS"))
+
+    def __getitem__(self, name: str) -> Kernel:
+        """The kernel `name`.
+
+        Raises:
+            CubinError: there is none, or its row does not fit this device.
+        """
+        if name in self.refused:
+            raise CubinError(self.refused[name])
+        if name not in self._kernels:
+            raise CubinError(f"no kernel {name} in the cubins for {self.device.name}")
+        return self._kernels[name]
+
+    def family(self, name: str) -> list[Kernel]:
+        """The usable kernels of a family (the first word of their names), in table order.
+
+        Raises:
+            CubinError: there is none; the text says which rows were refused and why.
+        """
+        found = [k for k in self._kernels.values() if k.spec.family == name]
+        if not found:
+            reasons = [r for n, r in self.refused.items() if n.split("_", 1)[0] == name]
+            raise CubinError("; ".join(reasons) or f"no kernel of family {name} in the cubins")
+        return found
+
+    def close(self) -> None:
+        """Unloads the modules. Idempotent."""
+        modules, self._modules = self._modules, []
+        self._kernels.clear()
+        with self.device.current():
+            for module in modules:
+                api.call("cuModuleUnload", module)
+
+
+def _attribute(function: Any, name: str) -> int:
+    member = api.constant("CUfunction_attribute", f"CU_FUNC_ATTRIBUTE_{name}")
+    return int(api.call("cuFuncGetAttribute", member, function))

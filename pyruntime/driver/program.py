@@ -1,0 +1,65 @@
+"""A recorded list of launches: parameters are encoded once, running it only calls the driver."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+from pyruntime.driver import api
+from pyruntime.driver.library import Kernel
+from pyruntime.driver.stream import Stream
+
+
+class Launch:
+    """One kernel launch with everything encoded but the stream."""
+
+    def __init__(self, kernel: Kernel, grid: tuple[int, int, int], params: dict[str, Any]) -> None:
+        self.kernel = kernel
+        self.grid = grid
+        self._owned = list(params.values())  # arrays that the encoded addresses point into
+        self._block = kernel.pack(params)
+        self._pointers = (ctypes.c_void_p * 1)(ctypes.addressof(self._block))
+        spec = kernel.spec
+        self.head = (kernel.function, *grid, spec.threads, 1, 1, spec.smem_bytes)
+        self.arguments = ctypes.addressof(self._pointers)
+
+    def __str__(self) -> str:
+        spec = self.kernel.spec
+        return (
+            f"kernel {spec.name}, grid {self.grid}, {spec.threads} threads, "
+            f"{spec.smem_bytes:,} B shared"
+        )
+
+
+class Program:
+    """Launches to run in order. It keeps every array alive that its parameters point into."""
+
+    def __init__(self) -> None:
+        self.launches: list[Launch] = []
+
+    def add(
+        self, kernel: Kernel, *, grid: tuple[int, int, int] | tuple[int, int] | int, **params: Any
+    ) -> None:
+        """Appends a launch of `grid` blocks (x, y, z) with parameters by their exported names.
+
+        Raises:
+            ValueError: a grid dimension is beyond what CUDA allows.
+            TypeError: see `Kernel.pack`.
+        """
+        x, y, z = (*((grid,) if isinstance(grid, int) else grid), 1, 1)[:3]
+        if not (0 < x < 2**31 and 0 < y < 65536 and 0 < z < 65536):
+            raise ValueError(f"kernel {kernel.name}: grid {(x, y, z)} is out of range")
+        self.launches.append(Launch(kernel, (x, y, z), params))
+
+    def run(self, stream: Stream) -> None:
+        """Enqueues every launch on `stream`; the device's context must be current.
+
+        Raises:
+            CudaError: a launch failed; the text names kernel, grid and bytes.
+        """
+        launch_kernel = api.bindings().cuLaunchKernel
+        handle = stream.handle
+        for launch in self.launches:
+            (status,) = launch_kernel(*launch.head, handle, launch.arguments, 0)
+            if status:
+                raise api.failure("cuLaunchKernel", status, str(launch))

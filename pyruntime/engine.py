@@ -1,0 +1,338 @@
+"""The engine: one object that takes token ids to logits and K/V, on a GPU or in NumPy."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cached_property
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Literal, Protocol
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from pyruntime.errors import DriverNotFoundError, EngineError
+from pyruntime.gguf import GGUFFile
+from pyruntime.model.config import ModelConfig
+from pyruntime.model.tokens import check_tokens
+
+if TYPE_CHECKING:
+    from pyruntime.text.tokenizer import Tokenizer
+
+log = logging.getLogger("pyruntime")
+
+MAX_TOKENS = 4096  # default rows of one pass, if the model's context is that long
+Progress = Callable[[int], object]
+
+
+class Cache(Protocol):
+    """K/V of one sequence: float [layers, kv heads, capacity, head dim] each, K after RoPE."""
+
+    k: Any
+    v: Any
+    length: int
+
+    @property
+    def capacity(self) -> int: ...
+
+
+class Model(Protocol):
+    """What a backend offers."""
+
+    config: ModelConfig
+
+    def new_cache(self, tokens: int) -> Any: ...
+    def forward(self, ids: ArrayLike, cache: Any, *, logits: Literal["last", "all"]) -> Any: ...
+    def close(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a prefill gives.
+
+    Attributes:
+        logits: float32 [1, vocab] ("last") or [nt, vocab] ("all"); a NumPy array, or an array in
+            device memory of which `np.asarray` makes a copy.
+        hidden: reserved for hidden states; None.
+        cache: the cache that was passed in, or None.
+        tokens: how many ids were processed.
+        timings: seconds: "wall", and on a GPU "gpu" (between events around the passes).
+        path: the backend and device that did it, such as "cuda:0 (NVIDIA H200)" or "cpu (NumPy)".
+    """
+
+    logits: Any
+    hidden: Any
+    cache: Cache | None
+    tokens: int
+    timings: dict[str, float] = field(default_factory=dict)
+    path: str = ""
+
+
+class Engine:
+    """A loaded model. Use `Engine.load`, as a context manager or with `close`.
+
+    Calls from several threads are served one after the other.
+    """
+
+    def __init__(self, model: Model, path: str, file: GGUFFile, max_tokens: int, kv_tokens: int):
+        self._model = model
+        self._metadata = file.metadata
+        self._cache: Any = None
+        self._closed = False
+        self.config = model.config
+        self.path = path
+        self.max_tokens = max_tokens
+        self.kv_tokens = kv_tokens
+
+    @classmethod
+    def load(
+        cls,
+        model: str | os.PathLike[str],
+        *,
+        device: str = "auto",
+        weights: str = "auto",
+        attention: str = "auto",
+        kv_dtype: str = "f16",
+        max_tokens: int | None = None,
+        kv_tokens: int | None = None,
+        memory_budget: int | None = None,
+        graphs: str = "auto",
+        exact: str = "fast",
+        stream: int | None = None,
+        progress: Progress | None = None,
+    ) -> Engine:
+        """Loads a GGUF model.
+
+        Args:
+            model: a path, an alias such as "smollm2", or "hf:owner/repo/file.gguf".
+            device: "auto" (the first GPU, or NumPy with a warning), "cpu", or "cuda:N".
+            weights: "fp16", or "auto", which is that today.
+            attention, kv_dtype, graphs, exact: "auto", "f16", "auto" and "fast"; other values are
+                refused until they exist.
+            max_tokens: rows of one pass on a GPU; longer prompts take several. Default 4096, or the
+                model's context length if that is shorter.
+            kv_tokens: the longest prompt without a cache of its own; default `max_tokens`.
+            memory_budget: the most device memory to use, in bytes.
+            stream: the address of a CUDA stream to run on; default: one of its own.
+            progress: called with the file bytes of each piece loaded.
+
+        Raises:
+            GGUFError, UnsupportedModelError: the file. DriverNotFoundError, ArchMismatchError,
+            CubinError: the device. OutOfMemoryError: with both numbers. ValueError: an option.
+            FileNotFoundError, DownloadError: no such model.
+        """
+        from pyruntime.hub import resolve
+
+        _check_options(weights, attention, kv_dtype, graphs, exact)
+        with GGUFFile.open(resolve(model)) as file:
+            config = ModelConfig.from_gguf(file)
+            max_tokens, kv_tokens = _sizes(config, max_tokens, kv_tokens)
+            ordinal = _choose(device)
+            if ordinal is None:
+                from pyruntime.reference.model import ReferenceModel
+
+                reference = ReferenceModel(file, config, progress=progress)
+                return cls(reference, "cpu (NumPy)", file, max_tokens, kv_tokens)
+            from pyruntime.model.gpu import GpuModel
+
+            gpu = GpuModel(
+                file,
+                config,
+                ordinal=ordinal,
+                max_tokens=max_tokens,
+                kv_tokens=kv_tokens,
+                memory_budget=memory_budget,
+                stream=stream,
+                progress=progress or (lambda _: None),
+            )
+            return cls(gpu, gpu.device_name, file, max_tokens, kv_tokens)
+
+    @classmethod
+    def plan(
+        cls,
+        model: str | os.PathLike[str],
+        *,
+        max_tokens: int | None = None,
+        kv_tokens: int | None = None,
+    ) -> dict[str, int]:
+        """Device bytes by category that `load` and one cache will hold; nothing is allocated.
+
+        Raises: as `load` does for the file.
+        """
+        from pyruntime.hub import resolve
+        from pyruntime.model.gpu import device_bytes
+
+        with GGUFFile.open(resolve(model)) as file:
+            config = ModelConfig.from_gguf(file)
+        return device_bytes(config, *_sizes(config, max_tokens, kv_tokens))
+
+    @property
+    def has_vocabulary(self) -> bool:
+        """Whether the file holds a vocabulary, so that there is a `tokenizer`."""
+        return self._metadata.get("tokenizer.ggml.model", "no_vocab") != "no_vocab"
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer:
+        """The tokenizer of the file's own vocabulary. Raises TokenizerError."""
+        from pyruntime.text.tokenizer import Tokenizer
+
+        return Tokenizer.from_metadata(self._metadata)
+
+    def new_cache(self, tokens: int) -> Any:
+        """An empty K/V cache for `tokens` positions. Raises ValueError, OutOfMemoryError."""
+        self._check_open()
+        return self._model.new_cache(tokens)
+
+    def prefill(
+        self,
+        ids: ArrayLike,
+        *,
+        cache: Cache | None = None,
+        logits: Literal["last", "all"] = "last",
+        hidden: None = None,
+    ) -> Result:
+        """Runs a prompt.
+
+        Args:
+            ids: token ids, a sequence or int array of shape [nt], nt >= 1.
+            cache: continue this cache; without one the call leaves no state behind.
+            logits: for the last row, or for all.
+
+        Raises:
+            ValueError: bad ids, or more than the cache (or `kv_tokens`) holds.
+            NumericalError: a value left its range; the text names layer and tensor.
+            CudaError, EngineError: see `pyruntime.errors`.
+        """
+        self._check_open()
+        if hidden is not None:
+            raise ValueError(f"hidden={hidden!r} is not supported")
+        if logits not in ("last", "all"):
+            raise ValueError(f"logits={logits!r}: 'last' or 'all'")
+        started = time.perf_counter()
+        tokens = check_tokens(ids, self.config.vocab)
+        target = cache if cache is not None else self._scratch(len(tokens))
+        if target.length + len(tokens) > target.capacity:
+            raise ValueError(
+                f"{len(tokens)} tokens after {target.length} exceed the cache's "
+                f"{target.capacity} positions"
+            )
+        start, parts, gpu_seconds = target.length, [], 0.0
+        try:
+            for first in range(0, len(tokens), self.max_tokens):
+                chunk = tokens[first : first + self.max_tokens]
+                parts.append(self._model.forward(chunk, target, logits=logits))
+                gpu_seconds += getattr(self._model, "gpu_seconds", 0.0)
+        except BaseException:
+            target.length = start  # a prompt is stored whole or not at all
+            raise
+        if logits == "last" or len(parts) == 1:
+            out = parts[-1]
+        else:
+            out = np.concatenate([np.asarray(part) for part in parts])
+        timings = {"wall": time.perf_counter() - started}
+        if gpu_seconds:
+            timings["gpu"] = gpu_seconds
+        return Result(out, None, cache, len(tokens), timings, self.path)
+
+    def generate(self, ids: ArrayLike, n: int) -> list[int]:
+        """Up to `n` greedy tokens after `ids`, each the argmax of the logits; stops before EOS.
+
+        Raises: as `prefill`; ValueError if n < 0.
+        """
+        if n < 0:
+            raise ValueError(f"n is {n}; it must not be negative")
+        prompt = check_tokens(ids, self.config.vocab)
+        cache = self.new_cache(len(prompt) + max(n, 1))
+        step: ArrayLike = prompt
+        out: list[int] = []
+        stop = self._stop_ids
+        while len(out) < n:
+            logits = np.asarray(self.prefill(step, cache=cache).logits)
+            token = int(logits[-1].argmax())
+            if token in stop:
+                break
+            out.append(token)
+            step = [token]
+        return out
+
+    @cached_property
+    def _stop_ids(self) -> frozenset[int]:
+        # A model without a vocabulary has no end-of-sequence token.
+        return frozenset(self.tokenizer.eos_ids if self.has_vocabulary else ())
+
+    def _scratch(self, tokens: int) -> Any:
+        """The cache behind calls without one, emptied."""
+        if tokens > self.kv_tokens:
+            raise ValueError(
+                f"{tokens} tokens without a cache; this engine was loaded for "
+                f"kv_tokens={self.kv_tokens}"
+            )
+        if self._cache is None:
+            self._cache = self._model.new_cache(self.kv_tokens)
+        self._cache.length = 0
+        return self._cache
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise EngineError("this engine has been closed")
+
+    def close(self) -> None:
+        """Gives all memory back. Idempotent. Results and caches in use keep theirs."""
+        self._closed = True
+        self._cache = None
+        self._model.close()
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def _check_options(weights: str, attention: str, kv_dtype: str, graphs: str, exact: str) -> None:
+    for name, value, known in (
+        ("weights", weights, ("auto", "fp16")),
+        ("attention", attention, ("auto",)),
+        ("kv_dtype", kv_dtype, ("f16",)),
+        ("graphs", graphs, ("auto", "off")),
+        ("exact", exact, ("fast",)),
+    ):
+        if value not in known:
+            raise ValueError(f"{name}={value!r} is not supported; known: {', '.join(known)}")
+
+
+def _sizes(config: ModelConfig, max_tokens: int | None, kv_tokens: int | None) -> tuple[int, int]:
+    rows = min(MAX_TOKENS, config.context_length) if max_tokens is None else max_tokens
+    positions = rows if kv_tokens is None else kv_tokens
+    if rows < 1 or positions < 1:
+        raise ValueError(f"max_tokens={rows}, kv_tokens={positions}: both must be at least 1")
+    return rows, positions
+
+
+def _choose(device: str) -> int | None:
+    """The ordinal of the GPU to use, or None for NumPy."""
+    if device == "cpu":
+        return None
+    if device == "auto":
+        from pyruntime.driver.device import device_count
+
+        try:
+            if device_count():
+                return 0
+            reason = "the driver shows no device"
+        except DriverNotFoundError as error:
+            reason = str(error)
+        log.warning("running on the CPU with NumPy: %s", reason)
+        return None
+    kind, _, ordinal = device.partition(":")
+    if kind != "cuda" or not (ordinal.isdecimal() or device == "cuda"):
+        raise ValueError(f"device={device!r}: 'auto', 'cpu' or 'cuda:N'")
+    return int(ordinal or 0)

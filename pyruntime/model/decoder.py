@@ -1,0 +1,216 @@
+"""The forward pass on a GPU as a recorded program: embed, layers, norm, output matrix."""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict
+
+import numpy as np
+
+from pyruntime.driver.library import Library
+from pyruntime.driver.memory import DeviceArray
+from pyruntime.driver.program import Program
+from pyruntime.model.config import DOWN_SCALE, ModelConfig
+from pyruntime.model.live import LiveBlock
+from pyruntime.model.rope import rope_table
+from pyruntime.model.weights import Weights
+from pyruntime.ops.attention import attention
+from pyruntime.ops.gemm import gemm
+from pyruntime.ops.norm import norm
+from pyruntime.ops.rope import rope
+from pyruntime.ops.rows import embed, gather
+
+PROGRAMS = 32  # recorded programs kept, one per prompt length
+# What can leave fp16's range in a layer, in order of computation; see `site_name`.
+SITES = ("the attention norm", "Q", "K", "V", "the FFN norm", "the input of ffn_down")
+
+
+def site_name(site: int, layers: int) -> str:
+    """The layer and tensor of an overflow site."""
+    layer, tensor = divmod(site, len(SITES))
+    return "the output norm" if layer == layers else f"layer {layer}: {SITES[tensor]}"
+
+
+def activation_layout(c: ModelConfig, max_tokens: int) -> dict[str, tuple[tuple[int, ...], str]]:
+    """Shape and dtype of every activation buffer. `last_` ones hold the rows that are wanted."""
+    q = c.heads * c.head_dim
+    return {
+        "x": ((max_tokens, c.hidden), "float32"),  # the residual stream
+        "normed": ((max_tokens, c.hidden), "float16"),
+        "qkv": ((max_tokens, q + 2 * c.kv_heads * c.head_dim), "float32"),
+        "q": ((max_tokens, q), "float16"),
+        "attended": ((max_tokens, q), "float16"),
+        "swiglu": ((max_tokens, c.ffn), "float16"),
+        "last_x": ((1, c.hidden), "float32"),
+        "last_attended": ((1, q), "float16"),
+    }
+
+
+def activation_bytes(c: ModelConfig, max_tokens: int) -> int:
+    """Device bytes of the activation buffers."""
+    layout = activation_layout(c, max_tokens).values()
+    return sum(math.prod(shape) * np.dtype(dtype).itemsize for shape, dtype in layout)
+
+
+class Decoder:
+    """Activation buffers for up to `max_tokens` rows, and programs over them."""
+
+    def __init__(
+        self, library: Library, config: ModelConfig, weights: Weights, max_tokens: int
+    ) -> None:
+        self.config = config
+        self.max_tokens = max_tokens
+        self._library = library
+        self._weights = weights
+        self.live = LiveBlock(library.device, max_tokens)
+        self.activations = {
+            name: DeviceArray(library.device, shape, dtype, what=f"activation {name}")
+            for name, (shape, dtype) in activation_layout(config, max_tokens).items()
+        }
+        self._tables: tuple[DeviceArray, DeviceArray] | None = None
+        self._programs: OrderedDict[tuple[int, bool], Program] = OrderedDict()
+
+    def reserve_positions(self, positions: int) -> None:
+        """Makes the rotary tables cover `positions` positions."""
+        if self._tables and self._tables[0].shape[0] >= positions:
+            return
+        host = rope_table(self.config.rope, np.arange(positions))
+        device = self._library.device
+        self._programs.clear()  # they hold the old tables' addresses
+        cosines, sines = (
+            DeviceArray(device, t.shape, t.dtype, what="rotary table").upload(t) for t in host
+        )
+        self._tables = cosines, sines
+
+    def program(self, rows: int, *, every_row: bool) -> Program:
+        """Everything up to the output norm, for `rows` rows; the result is `normed`.
+
+        Without `every_row` only the one row that the live block wants passes the last layer's
+        output projection and feed-forward block.
+        """
+        key = (rows, every_row)
+        if key not in self._programs:
+            self._programs[key] = self._record(rows, every_row)
+            if len(self._programs) > PROGRAMS:
+                self._programs.popitem(last=False)
+        self._programs.move_to_end(key)
+        return self._programs[key]
+
+    def head(self, logits: DeviceArray) -> Program:
+        """The output matrix: logits float32 [wanted, vocab] from `normed`."""
+        program = Program()
+        gemm(
+            program,
+            self._library,
+            a=self.activations["normed"],
+            w=self._weights.output,
+            c=logits,
+            rows=self.live.wanted,
+            max_rows=logits.shape[0],
+            epilogue="f32",
+        )
+        return program
+
+    def _record(self, rows: int, every_row: bool) -> Program:
+        c, w, live, lib, act = (
+            self.config, self._weights, self.live, self._library, self.activations
+        )  # fmt: skip
+        p = Program()
+        x, attended, count = act["x"], act["attended"], live.rows
+        embed(p, lib, table=w.outer["embedding"], ids=live.ids, x=x, rows=live.rows, max_rows=rows)
+        for layer, weights in enumerate(w.layers):
+            site = layer * len(SITES)
+            self._norm(p, x, weights["attn_norm"], count, rows, site)
+            gemm(
+                p, lib, a=act["normed"], w=weights["qkv"], c=act["qkv"],
+                rows=count, max_rows=rows, epilogue="f32",
+            )  # fmt: skip
+            self._attention(p, layer, rows, site + 1)
+            if layer == c.layers - 1 and not every_row:
+                gather(
+                    p, lib, x=x, a=attended, x_out=act["last_x"], a_out=act["last_attended"],
+                    index=live.wanted_rows, wanted=live.wanted, max_wanted=1,
+                )  # fmt: skip
+                x, attended, count, rows = act["last_x"], act["last_attended"], live.wanted, 1
+            gemm(
+                p, lib, a=attended, w=weights["attn_output"], c=x,
+                rows=count, max_rows=rows, epilogue="add",
+            )  # fmt: skip
+            self._norm(p, x, weights["ffn_norm"], count, rows, site + 4)
+            gemm(
+                p, lib, a=act["normed"], w=weights["gate_up"], c=act["swiglu"],
+                rows=count, max_rows=rows, epilogue="swiglu",
+                scale=DOWN_SCALE, overflow=live.overflow, site=site + 5,
+            )  # fmt: skip
+            gemm(
+                p, lib, a=act["swiglu"], w=weights["down"], c=x,
+                rows=count, max_rows=rows, epilogue="add", alpha=1 / DOWN_SCALE,
+            )  # fmt: skip
+        self._norm(p, x, w.outer["output_norm"], count, rows, c.layers * len(SITES))
+        return p
+
+    def _norm(
+        self,
+        p: Program,
+        x: DeviceArray,
+        weight: DeviceArray,
+        count: DeviceArray,
+        rows: int,
+        site: int,
+    ) -> None:
+        norm(
+            p, self._library, x=x, weight=weight, y=self.activations["normed"], rows=count,
+            max_rows=rows, eps=self.config.eps, overflow=self.live.overflow, site=site,
+        )  # fmt: skip
+
+    def _attention(self, p: Program, layer: int, rows: int, site: int) -> None:
+        """From `qkv` to `attended`, storing K and V in the cache on the way."""
+        c, live, act, weights = self.config, self.live, self.activations, self._weights.layers
+        if self._tables is None:
+            raise RuntimeError("reserve_positions comes first")
+        cosines, sines = self._tables
+        rope(
+            p,
+            self._library,
+            qkv=act["qkv"],
+            q=act["q"],
+            live=live.live,
+            sequences=live.sequences,
+            sequence_of=live.sequence_of,
+            positions=live.positions,
+            cosines=cosines,
+            sines=sines,
+            max_rows=rows,
+            layer=layer,
+            heads=c.heads,
+            kv_heads=c.kv_heads,
+            head_dim=c.head_dim,
+            interleaved=c.rope.style == "interleaved",
+            overflow=live.overflow,
+            site=site,
+            eps=c.eps,
+            bias=weights[layer].get("qkv_bias"),
+            q_norm=weights[layer].get("q_norm"),
+            k_norm=weights[layer].get("k_norm"),
+        )
+        attention(
+            p,
+            self._library,
+            q=act["q"],
+            out=act["attended"],
+            live=live.live,
+            sequences=live.sequences,
+            max_rows=rows,
+            max_sequences=1,
+            layer=layer,
+            heads=c.heads,
+            kv_heads=c.kv_heads,
+            scale=c.head_dim**-0.5,
+        )
+
+    def close(self) -> None:
+        """Frees activations, tables and the live block. Idempotent."""
+        self._programs.clear()
+        self.live.close()
+        for array in (*self.activations.values(), *(self._tables or ())):
+            array.close()

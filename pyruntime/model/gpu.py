@@ -1,0 +1,274 @@
+"""A model on a GPU: weights, buffers, caches, and the forward pass, behind one lock."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Literal, Protocol, TypeVar
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from pyruntime.driver import api
+from pyruntime.driver.device import Device
+from pyruntime.driver.library import Library
+from pyruntime.driver.memory import DeviceArray
+from pyruntime.driver.stream import Event, Stream
+from pyruntime.errors import (
+    CudaError,
+    EngineError,
+    NumericalError,
+    OutOfMemoryError,
+    UnsupportedModelError,
+)
+from pyruntime.model.config import ModelConfig
+from pyruntime.model.decoder import Decoder, activation_bytes, site_name
+from pyruntime.model.live import NO_OVERFLOW, live_bytes
+from pyruntime.model.tokens import check_tokens
+from pyruntime.model.weights import Weights, weight_bytes
+from pyruntime.ops.attention import supported_head_dims
+
+if TYPE_CHECKING:
+    from pyruntime.gguf.reader import GGUFFile
+
+
+class _Closable(Protocol):
+    def close(self) -> None: ...
+
+
+T = TypeVar("T", bound=_Closable)
+
+
+class Cache:
+    """Keys (after RoPE) and values: float16 [layers, kv heads, capacity, head dim] each.
+
+    The first `length` positions are filled.
+    """
+
+    def __init__(self, device: Device, config: ModelConfig, tokens: int) -> None:
+        shape = (config.layers, config.kv_heads, tokens, config.head_dim)
+        self.k = DeviceArray(device, shape, np.float16, what="K cache")
+        self.v = DeviceArray(device, shape, np.float16, what="V cache")
+        self.length = 0
+
+    @property
+    def capacity(self) -> int:
+        """Positions that fit."""
+        return self.k.shape[2]
+
+    def close(self) -> None:
+        """Frees the memory. Idempotent."""
+        self.k.close()
+        self.v.close()
+
+
+def device_bytes(c: ModelConfig, max_tokens: int, kv_tokens: int) -> dict[str, int]:
+    """Device bytes by category that `GpuModel` and one cache of `kv_tokens` allocate for good."""
+    return {
+        "weights": weight_bytes(c),
+        "kv_cache": 2 * 2 * c.layers * c.kv_heads * kv_tokens * c.head_dim,
+        "activations": activation_bytes(c, max_tokens),
+        "tables": 2 * 4 * kv_tokens * (c.head_dim // 2) + live_bytes(max_tokens),
+    }
+
+
+class GpuModel:
+    """The weights of `file` on device `ordinal`, as fp16.
+
+    Args:
+        max_tokens: rows of one forward pass.
+        kv_tokens: positions that the rotary tables cover at first, and the size of the cache that
+            is counted when memory is checked before anything is allocated.
+        memory_budget: bytes of device memory that may be used; all that is free by default.
+        stream: a foreign stream's handle (an address), or None for one of its own.
+        progress: called with the file bytes of each piece that has arrived.
+
+    Raises:
+        DriverNotFoundError, ArchMismatchError, CubinError: no device to run on.
+        UnsupportedModelError: a size that the kernels do not cover.
+        OutOfMemoryError: the text gives the bytes needed and free.
+    """
+
+    def __init__(
+        self,
+        file: GGUFFile,
+        config: ModelConfig,
+        *,
+        ordinal: int = 0,
+        max_tokens: int,
+        kv_tokens: int,
+        memory_budget: int | None = None,
+        stream: int | None = None,
+        progress: Callable[[int], object] = lambda _: None,
+    ) -> None:
+        self.config = config
+        self.max_tokens = max_tokens
+        self._lock = threading.Lock()
+        self._process = os.getpid()
+        self._lost = ""
+        self._closers: list[Callable[[], None]] = []
+        try:
+            self._load(file, ordinal, kv_tokens, memory_budget, stream, progress)
+        except BaseException:
+            self.close()
+            raise
+
+    def _load(
+        self,
+        file: GGUFFile,
+        ordinal: int,
+        kv_tokens: int,
+        memory_budget: int | None,
+        stream: int | None,
+        progress: Callable[[int], object],
+    ) -> None:
+        config = self.config
+        self.device = self._owned(Device(ordinal))
+        library = self._owned(Library(self.device))
+        _check_sizes(file, config, library)
+        self._check_memory(device_bytes(config, self.max_tokens, kv_tokens), memory_budget)
+        self._stream = self._owned(Stream(self.device, stream))
+        weights = self._owned(Weights(file, config, library, progress))
+        self._decoder = self._owned(Decoder(library, config, weights, self.max_tokens))
+        self._decoder.reserve_positions(kv_tokens)
+        self._started, self._ended = (self._owned(Event(self.device)) for _ in range(2))
+        self.gpu_seconds = 0.0
+
+    def _owned(self, resource: T) -> T:
+        self._closers.append(resource.close)
+        return resource
+
+    def _check_memory(self, needs: dict[str, int], budget: int | None) -> None:
+        free, total = self.device.memory()
+        allowed = free if budget is None else min(free, budget)
+        needed = sum(needs.values())
+        if needed > allowed:
+            parts = ", ".join(f"{name} {nbytes:,}" for name, nbytes in needs.items())
+            limit = "" if budget is None else f", the budget is {budget:,}"
+            raise OutOfMemoryError(
+                f"{needed:,} bytes of device memory are needed ({parts}); "
+                f"{free:,} of {total:,} are free on {self.device.name}{limit}"
+            )
+
+    @property
+    def device_name(self) -> str:
+        """Such as "cuda:0 (NVIDIA H200)"."""
+        return f"cuda:{self.device.ordinal} ({self.device.name})"
+
+    def new_cache(self, tokens: int) -> Cache:
+        """An empty cache for `tokens` positions. Raises ValueError, OutOfMemoryError."""
+        if tokens < 1:
+            raise ValueError(f"a cache for {tokens} tokens: at least 1 is needed")
+        with self._lock:
+            self._check_usable()
+            self._decoder.reserve_positions(tokens)
+            return Cache(self.device, self.config, tokens)
+
+    def forward(
+        self,
+        ids: ArrayLike,
+        cache: Cache,
+        *,
+        logits: Literal["last", "all"] = "last",
+        out: DeviceArray | None = None,
+    ) -> DeviceArray:
+        """Appends `ids` [nt], nt <= max_tokens, to `cache`; waits for the result.
+
+        Args:
+            logits: "last" gives float32 [1, vocab], "all" float32 [nt, vocab].
+            out: the array to write to instead of a new one.
+
+        Raises:
+            ValueError: bad ids, or more than `max_tokens` or the cache hold; nothing has changed.
+            NumericalError: a value left fp16's range; `cache` keeps its length.
+            CudaError: the driver failed; if it lost the context, all later calls are refused.
+            EngineError: closed, forked, or lost.
+        """
+        tokens = check_tokens(ids, self.config.vocab)
+        rows, start = len(tokens), cache.length
+        if rows > self.max_tokens:
+            raise ValueError(
+                f"{rows} tokens in one pass; this model was loaded for {self.max_tokens}"
+            )
+        if start + rows > cache.capacity:
+            raise ValueError(
+                f"{rows} tokens after {start} exceed the cache's {cache.capacity} positions"
+            )
+        wanted = np.arange(rows if logits == "all" else 1, dtype=np.int32)
+        if logits == "last":
+            wanted += rows - 1
+        with self._lock:
+            self._check_usable()
+            if out is None:
+                shape = (len(wanted), self.config.vocab)
+                out = DeviceArray(self.device, shape, np.float32, what="logits")
+            try:
+                self._run(tokens, cache, wanted, out)
+            except CudaError as error:
+                if error.code in api.STICKY:
+                    self._lost = str(error)
+                else:
+                    self._stream.synchronize()  # what did start reads the live block
+                raise
+            if (site := self._decoder.live.overflow_site) != NO_OVERFLOW:
+                where = site_name(site, self.config.layers)
+                raise NumericalError(f"{where} holds a value beyond fp16's ±65504 or a NaN")
+            cache.length = start + rows
+            return out
+
+    def _run(
+        self, tokens: NDArray[np.int32], cache: Cache, wanted: NDArray[np.int32], out: DeviceArray
+    ) -> None:
+        decoder, stream, rows = self._decoder, self._stream, len(tokens)
+        program = decoder.program(rows, every_row=len(wanted) == rows)
+        head = decoder.head(out)
+        with self.device.current():
+            self._started.record(stream)
+            decoder.live.upload(
+                stream,
+                tokens,
+                start=cache.length,
+                capacity=cache.capacity,
+                k=cache.k,
+                v=cache.v,
+                wanted=wanted,
+            )
+            program.run(stream)
+            head.run(stream)
+            decoder.live.download_overflow(stream)
+            self._ended.record(stream)
+            stream.synchronize()
+            self.gpu_seconds = self._ended.milliseconds_since(self._started) / 1e3
+
+    def _check_usable(self) -> None:
+        if self._process != os.getpid():
+            raise EngineError("this engine belongs to the parent process: load one after the fork")
+        if self._lost:
+            raise EngineError(f"the device context was lost by an earlier failure: {self._lost}")
+        if not self._closers:
+            raise EngineError("this engine has been closed")
+
+    def close(self) -> None:
+        """Gives all device memory back. Idempotent. Caches and results free their own."""
+        with self._lock:
+            closers, self._closers = self._closers, []
+            if self._process != os.getpid() or self._lost:
+                return  # the driver's state is not ours, or gone: freeing would only fail
+            for close in reversed(closers):
+                close()
+
+
+def _check_sizes(file: GGUFFile, c: ModelConfig, library: Library) -> None:
+    """Refuses, by name, what the kernels do not cover."""
+    if c.head_dim not in supported_head_dims(library):
+        raise UnsupportedModelError(
+            f"{file.path}: head dimension {c.head_dim}; the kernels cover "
+            f"{', '.join(map(str, supported_head_dims(library)))}"
+        )
+    sizes = {"embedding_length": c.hidden, "feed_forward_length": c.ffn}
+    for name, size in sizes.items():
+        if size % 8:
+            raise UnsupportedModelError(
+                f"{file.path}: {c.arch}.{name} is {size}; the kernels need a multiple of 8"
+            )

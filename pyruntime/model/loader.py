@@ -1,0 +1,160 @@
+"""Matrices from a GGUF file into device memory as fp16.
+
+Threaded reads into a ring of pinned buffers, asynchronous copies and dequantization on the GPU run
+at the same time.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from pyruntime.driver.library import Library
+from pyruntime.driver.memory import DeviceArray, PinnedBuffer
+from pyruntime.driver.program import Program
+from pyruntime.driver.stream import Event, Stream
+from pyruntime.errors import NumericalError
+from pyruntime.model.live import NO_OVERFLOW
+from pyruntime.ops.dequant import dequantize
+
+if TYPE_CHECKING:
+    from pyruntime.gguf.reader import GGUFFile
+    from pyruntime.gguf.tensors import TensorInfo
+
+SLOT_BYTES = 8 << 20
+SLOTS = 8
+READERS = 4
+
+
+@dataclass(frozen=True)
+class MatrixPart:
+    """A tensor of the file whose row r becomes row row0 + r * row_step of `out` (float16)."""
+
+    tensor: TensorInfo
+    out: DeviceArray
+    row0: int
+    row_step: int
+
+
+@dataclass(frozen=True)
+class _Chunk:
+    part: MatrixPart
+    site: int  # index of the part
+    first: int  # rows [first, first + rows) of the tensor
+    rows: int
+    row_bytes: int
+
+    @property
+    def nbytes(self) -> int:
+        return self.rows * self.row_bytes
+
+
+class _Slot:
+    """A pinned buffer, its device twin, and the event after which both are free again."""
+
+    def __init__(self, library: Library, nbytes: int) -> None:
+        self.pinned = PinnedBuffer(library.device, nbytes)
+        self.staging = DeviceArray(library.device, (nbytes,), np.uint8, what="staging buffer")
+        self.free = Event(library.device)
+
+    def close(self) -> None:
+        self.pinned.close()
+        self.staging.close()
+        self.free.close()
+
+
+def load_matrices(
+    file: GGUFFile,
+    parts: list[MatrixPart],
+    library: Library,
+    progress: Callable[[int], object],
+) -> None:
+    """Fills the `out` arrays of `parts` and waits for it.
+
+    Args:
+        progress: called with the bytes of each piece that has been handed to the GPU.
+
+    Raises:
+        GGUFError: a read failed. NumericalError: a weight is out of fp16's range.
+    """
+    device = library.device
+    slot_bytes = max([SLOT_BYTES, *(_row_bytes(part) for part in parts)])
+    stream = Stream(device)
+    overflow = DeviceArray(device, (1,), np.int32, what="overflow word")
+    overflow.upload(np.array([NO_OVERFLOW]))
+    slots: list[_Slot] = []
+    reads: deque[tuple[Future[None], _Slot, _Chunk]] = deque()
+
+    def finish() -> None:
+        """Hands the oldest read to the GPU."""
+        read, slot, chunk = reads.popleft()
+        read.result()
+        stream.copy_to_device(slot.staging.ptr, slot.pinned.ptr, chunk.nbytes)
+        program = Program()
+        part = chunk.part
+        assert part.tensor.type is not None  # unknown types were refused with the config
+        dequantize(
+            program,
+            library,
+            type_name=part.tensor.type.name,
+            source=slot.staging,
+            rows=chunk.rows,
+            columns=part.tensor.shape[1],
+            out=part.out,
+            row0=part.row0 + chunk.first * part.row_step,
+            row_step=part.row_step,
+            overflow=overflow,
+            site=chunk.site,
+        )
+        program.run(stream)
+        slot.free.record(stream)
+        progress(chunk.nbytes)
+
+    with ThreadPoolExecutor(READERS, "pyruntime-read") as pool, device.current():
+        try:
+            for index, chunk in enumerate(_chunks(parts, slot_bytes)):
+                if len(reads) == SLOTS:
+                    finish()
+                if len(slots) < SLOTS:
+                    slots.append(_Slot(library, slot_bytes))
+                slot = slots[index % SLOTS]
+                slot.free.synchronize()
+                out = slot.pinned.array[: chunk.nbytes].data
+                offset = chunk.first * chunk.row_bytes
+                reads.append(
+                    (pool.submit(file.read_into, chunk.part.tensor, offset, out), slot, chunk)
+                )
+            while reads:
+                finish()
+            stream.synchronize()
+            site = int(np.asarray(overflow)[0])
+        finally:
+            for read, _, _ in reads:
+                read.cancel()
+            pool.shutdown(wait=True)  # nobody writes into the buffers any more
+            stream.synchronize()
+            for slot in slots:
+                slot.close()
+            overflow.close()
+            stream.close()
+    if site != NO_OVERFLOW:
+        name = parts[site].tensor.name
+        raise NumericalError(f"{file.path}: tensor '{name}' holds a weight beyond fp16's ±65504")
+
+
+def _row_bytes(part: MatrixPart) -> int:
+    return part.tensor.nbytes // part.tensor.shape[0]
+
+
+def _chunks(parts: list[MatrixPart], slot_bytes: int) -> Iterator[_Chunk]:
+    for site, part in enumerate(parts):
+        row_bytes = _row_bytes(part)
+        step = slot_bytes // row_bytes
+        for first in range(0, part.tensor.shape[0], step):
+            rows = min(step, part.tensor.shape[0] - first)
+            yield _Chunk(part, site, first, rows, row_bytes)

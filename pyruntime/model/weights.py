@@ -1,0 +1,152 @@
+"""Weights in device memory: fp16 matrices, q/k/v fused, gate and up interleaved row by row."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from pyruntime.driver.device import Device
+from pyruntime.driver.library import Library
+from pyruntime.driver.memory import DeviceArray
+from pyruntime.model.config import ModelConfig
+from pyruntime.model.loader import MatrixPart, load_matrices
+
+if TYPE_CHECKING:
+    from pyruntime.gguf.reader import GGUFFile
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Source:
+    """A tensor of the file: its rows go to rows row0, row0 + row_step, … of the array."""
+
+    tensor: str
+    row0: int = 0
+    row_step: int = 1
+
+
+@dataclass(frozen=True)
+class Placement:
+    """One device array and the tensors it is made of; matrices are float16, vectors float32."""
+
+    shape: Shape
+    sources: tuple[Source, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * (2 if len(self.shape) == 2 else 4)
+
+
+def layer_placements(c: ModelConfig, layer: int) -> dict[str, Placement]:
+    """The arrays of one layer by name."""
+    q, kv = c.heads * c.head_dim, c.kv_heads * c.head_dim
+    blk = f"blk.{layer}."
+
+    def one(shape: Shape, tensor: str) -> Placement:
+        return Placement(shape, (Source(f"{blk}{tensor}.weight"),))
+
+    def fused(columns: Shape, kind: str) -> Placement:
+        parts = (("attn_q", 0), ("attn_k", q), ("attn_v", q + kv))
+        return Placement(
+            (q + 2 * kv, *columns), tuple(Source(f"{blk}{t}.{kind}", row0) for t, row0 in parts)
+        )
+
+    gate_up = (Source(f"{blk}ffn_gate.weight", 0, 2), Source(f"{blk}ffn_up.weight", 1, 2))
+    placements = {
+        "attn_norm": one((c.hidden,), "attn_norm"),
+        "qkv": fused((c.hidden,), "weight"),
+        "attn_output": one((c.hidden, q), "attn_output"),
+        "ffn_norm": one((c.hidden,), "ffn_norm"),
+        "gate_up": Placement((2 * c.ffn, c.hidden), gate_up),
+        "down": one((c.hidden, c.ffn), "ffn_down"),
+    }
+    if c.qkv_bias:
+        placements["qkv_bias"] = fused((), "bias")
+    if c.qk_norm:
+        placements["q_norm"] = one((c.head_dim,), "attn_q_norm")
+        placements["k_norm"] = one((c.head_dim,), "attn_k_norm")
+    return placements
+
+
+def outer_placements(c: ModelConfig) -> dict[str, Placement]:
+    """The arrays outside the layers; a tied output is the embedding."""
+    placements = {
+        "embedding": Placement((c.vocab, c.hidden), (Source("token_embd.weight"),)),
+        "output_norm": Placement((c.hidden,), (Source("output_norm.weight"),)),
+    }
+    if not c.tied:
+        placements["output"] = Placement((c.vocab, c.hidden), (Source("output.weight"),))
+    return placements
+
+
+def weight_bytes(c: ModelConfig) -> int:
+    """Device bytes of all weights."""
+    outer = sum(p.nbytes for p in outer_placements(c).values())
+    return outer + c.layers * sum(p.nbytes for p in layer_placements(c, 0).values())
+
+
+class Weights:
+    """All weights on `library.device`: `outer` and, per layer, `layers[i]`, by array name.
+
+    Args:
+        progress: called with the number of file bytes of each piece that has arrived.
+
+    Raises:
+        OutOfMemoryError: device memory does not suffice.
+        GGUFError: the file cannot be read (any more).
+        NumericalError: a weight is out of fp16's range; the text names the tensor.
+    """
+
+    def __init__(
+        self,
+        file: GGUFFile,
+        config: ModelConfig,
+        library: Library,
+        progress: Callable[[int], object],
+    ) -> None:
+        placements = [
+            outer_placements(config),
+            *(layer_placements(config, i) for i in range(config.layers)),
+        ]
+        groups = [_allocate(library.device, group) for group in placements]
+        self.outer, self.layers = groups[0], groups[1:]
+        self.output = self.outer["embedding" if config.tied else "output"]
+        parts: list[MatrixPart] = []
+        for arrays, group in zip(groups, placements, strict=True):
+            for name, placement in group.items():
+                if len(placement.shape) == 1:
+                    vectors = [file.dequantize(source.tensor) for source in placement.sources]
+                    arrays[name].upload(np.concatenate(vectors))
+                    continue
+                parts += [
+                    MatrixPart(file.tensors[s.tensor], arrays[name], s.row0, s.row_step)
+                    for s in placement.sources
+                ]
+        load_matrices(file, parts, library, progress)
+
+    def arrays(self) -> Iterator[DeviceArray]:
+        """Every array."""
+        for group in (self.outer, *self.layers):
+            yield from group.values()
+
+    def close(self) -> None:
+        """Frees all weights. Idempotent."""
+        for array in self.arrays():
+            array.close()
+
+
+def _allocate(device: Device, placements: Mapping[str, Placement]) -> dict[str, DeviceArray]:
+    return {
+        name: DeviceArray(
+            device,
+            placement.shape,
+            np.float16 if len(placement.shape) == 2 else np.float32,
+            what=f"weight {placement.sources[0].tensor}",
+        )
+        for name, placement in placements.items()
+    }

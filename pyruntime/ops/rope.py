@@ -1,0 +1,78 @@
+"""Bias, q/k norm, rotary embedding, and the store of K and V."""
+
+from __future__ import annotations
+
+from pyruntime.driver.library import Library
+from pyruntime.driver.memory import DeviceArray
+from pyruntime.driver.program import Program
+
+
+def rope(
+    program: Program,
+    library: Library,
+    *,
+    qkv: DeviceArray,
+    q: DeviceArray,
+    live: DeviceArray,
+    sequences: DeviceArray,
+    sequence_of: DeviceArray,
+    positions: DeviceArray,
+    cosines: DeviceArray,
+    sines: DeviceArray,
+    max_rows: int,
+    layer: int,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    interleaved: bool,
+    overflow: DeviceArray,
+    site: int,
+    eps: float,
+    bias: DeviceArray | None = None,
+    q_norm: DeviceArray | None = None,
+    k_norm: DeviceArray | None = None,
+) -> None:
+    """Records q = rope(norm(qkv + bias)) and the same for k, and the store of k and v in the cache.
+
+    Args:
+        qkv: float32 [rows, (heads + 2 kv_heads) * head_dim].
+        q: float16 [rows, heads * head_dim], written.
+        live, sequences, sequence_of, positions: see `pyruntime.model.live`.
+        cosines, sines: float32 [positions, head_dim / 2].
+        max_rows: the most rows that `live` will hold when this runs.
+        site: reported in `overflow` for q; site + 1 for k, site + 2 for v.
+
+    Raises:
+        ValueError: shapes that do not belong together, or a head dim beyond the kernel's.
+    """
+    (kernel,) = library.family("rope")
+    width = (heads + 2 * kv_heads) * head_dim
+    if qkv.shape[1:] != (width,) or q.shape[1:] != (heads * head_dim,):
+        raise ValueError(f"rope: qkv {qkv.shape} and q {q.shape} for {heads}+2*{kv_heads} heads")
+    if head_dim % 2 or head_dim > int(kernel.spec.tile["max_head_dim"]):
+        raise ValueError(f"rope: head dim {head_dim} is odd or beyond {kernel.spec.tile}")
+    if cosines.shape != sines.shape or cosines.shape[1:] != (head_dim // 2,):
+        raise ValueError(f"rope: tables {cosines.shape}, {sines.shape} for head dim {head_dim}")
+    program.add(
+        kernel,
+        grid=(max_rows, -(-(heads + 2 * kv_heads) // int(kernel.spec.tile["heads"]))),
+        live=live,
+        sequences=sequences,
+        sequence_of=sequence_of,
+        positions=positions,
+        qkv=qkv,
+        bias=bias or 0,
+        q_norm=q_norm or 0,
+        k_norm=k_norm or 0,
+        cosines=cosines,
+        sines=sines,
+        q=q,
+        overflow=overflow,
+        layer=layer,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        interleaved=int(interleaved),
+        site=site,
+        eps=eps,
+    )

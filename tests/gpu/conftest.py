@@ -1,0 +1,64 @@
+"""Fixtures for tests on a GPU: kernels, exact-size arrays, and a seeded generator."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import DTypeLike, NDArray
+
+from pyruntime.driver.device import Device
+from pyruntime.driver.library import Library
+from pyruntime.driver.memory import DeviceArray
+from pyruntime.driver.program import Program
+from pyruntime.driver.stream import Stream
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if "/gpu/" in item.nodeid:
+            item.add_marker(pytest.mark.gpu)
+
+
+class Gpu:
+    """Device 0 with its kernels."""
+
+    def __init__(self) -> None:
+        self.device = Device(0)
+        self.library = Library(self.device)
+        self.stream = Stream(self.device)
+
+    def upload(self, values: NDArray[Any]) -> DeviceArray:
+        """A copy in an allocation of exactly its size."""
+        return DeviceArray(self.device, values.shape, values.dtype).upload(values)
+
+    def empty(self, shape: tuple[int, ...], dtype: DTypeLike, fill: int = 0xFF) -> DeviceArray:
+        """An array of one repeated byte; 0xFF is a NaN in every float format."""
+        return DeviceArray(self.device, shape, dtype).fill(fill)
+
+    def download(self, array: DeviceArray) -> NDArray[Any]:
+        """A host copy."""
+        return np.asarray(array)
+
+    def run(self, program: Program) -> None:
+        """Runs a program and waits; a failure of any launch raises."""
+        with self.device.current():
+            program.run(self.stream)
+            self.stream.synchronize()
+
+
+@pytest.fixture(scope="session")
+def gpu() -> Iterator[Gpu]:
+    gpu = Gpu()
+    yield gpu
+    gpu.stream.close()
+    gpu.library.close()
+    gpu.device.close()
+
+
+@pytest.fixture
+def rng(request: pytest.FixtureRequest) -> np.random.Generator:
+    return np.random.default_rng(zlib.crc32(request.node.nodeid.encode()))

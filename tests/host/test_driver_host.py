@@ -1,0 +1,74 @@
+"""The driver layer's own logic, without a driver."""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+
+import pytest
+
+from pyruntime.cubin.spec import KernelSpec, Param
+from pyruntime.driver import api
+from pyruntime.driver.library import Kernel
+from pyruntime.driver.program import Program
+
+SPEC = KernelSpec(
+    name="demo_x",
+    threads=128,
+    min_blocks=1,
+    smem_bytes=1024,
+    param_bytes=192,
+    tile={},
+    params=(Param("map", "T", 0), Param("p", "P", 128), Param("n", "i", 136), Param("s", "f", 140)),
+    planes=(),
+)
+KERNEL = Kernel(SPEC, object(), 32)
+
+
+class Pointer:
+    ptr = 0x7F0000000000
+
+
+def test_parameters_are_packed_at_their_offsets() -> None:
+    block = KERNEL.pack({"map": bytes(range(128)), "p": Pointer(), "n": -5, "s": 0.5})
+    assert ctypes.addressof(block) % 64 == 0 and len(block) == SPEC.param_bytes
+    raw = bytes(block)
+    assert raw[:128] == bytes(range(128))
+    assert struct.unpack_from("<Qif", raw, 128) == (Pointer.ptr, -5, 0.5)
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"n": None}, "parameter n"),
+        ({"n": 2**31}, "parameter n"),
+        ({"s": "1"}, "parameter s"),
+        ({"p": -1}, "parameter p"),
+        ({"extra": 1}, "unknown .'extra'"),
+    ],
+)
+def test_a_wrong_parameter_is_named(change: dict[str, object], text: str) -> None:
+    params = {"map": b"", "p": 0, "n": 1, "s": 1.0, **change}
+    with pytest.raises(TypeError, match=text):
+        KERNEL.pack(params)
+
+
+def test_a_missing_parameter_is_named() -> None:
+    with pytest.raises(TypeError, match=r"missing \['map', 'n', 's'\]"):
+        KERNEL.pack({"p": 0})
+
+
+@pytest.mark.parametrize("grid", [0, (1, 65536), (1, 1, 65536), 2**31, (1, 0)])
+def test_a_grid_out_of_range_is_refused(grid: int | tuple[int, ...]) -> None:
+    with pytest.raises(ValueError, match="demo_x: grid"):
+        Program().add(KERNEL, grid=grid, map=b"", p=0, n=1, s=1.0)  # type: ignore[arg-type]
+
+
+def test_a_failure_names_call_code_and_what() -> None:
+    class Status(int):
+        name = "CUDA_ERROR_INVALID_VALUE"
+
+    error = api.failure("cuLaunchKernel", Status(1), "kernel x, grid (1, 1, 1)")
+    assert str(error) == (
+        "cuLaunchKernel failed: CUDA_ERROR_INVALID_VALUE (1); kernel x, grid (1, 1, 1)"
+    )

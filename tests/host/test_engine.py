@@ -1,0 +1,105 @@
+"""The engine on the CPU backend."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from goldens import GOLDEN, prompts
+
+from pyruntime import Engine
+from pyruntime.errors import DriverNotFoundError, EngineError
+
+TINY = "tiny-qwen3-q4_k_m"
+PATH = GOLDEN / f"{TINY}.gguf"
+
+
+@pytest.fixture(scope="module")
+def engine() -> Engine:
+    return Engine.load(PATH, device="cpu", kv_tokens=64)
+
+
+def test_prefill(engine: Engine) -> None:
+    prompt = prompts(TINY)[1]
+    last = engine.prefill(prompt.ids)
+    every = engine.prefill(prompt.ids, logits="all")
+    assert np.asarray(last.logits).shape == (1, engine.config.vocab)
+    assert np.asarray(every.logits).dtype == np.float32
+    np.testing.assert_allclose(last.logits[0], every.logits[-1], atol=1e-4)
+    assert last.tokens == len(prompt.ids) and last.cache is None and last.timings["wall"] > 0
+
+
+def test_a_cache_carries_on(engine: Engine) -> None:
+    ids = prompts(TINY)[1].ids
+    cache = engine.new_cache(len(ids))
+    engine.prefill(ids[:3], cache=cache)
+    rest = engine.prefill(ids[3:], cache=cache)
+    assert cache.length == len(ids) and rest.cache is cache
+    whole = engine.prefill(ids)
+    np.testing.assert_allclose(rest.logits, whole.logits, atol=1e-4)
+
+
+def test_generate(engine: Engine) -> None:
+    prompt = prompts(TINY)[0]
+    assert engine.generate(prompt.ids, 6) == prompt.greedy[:6].tolist()
+    assert engine.generate(prompt.ids, 0) == []
+
+
+@pytest.mark.parametrize(
+    ("ids", "text"),
+    [([], "empty"), ([-1], "-1"), ([300], "300"), ([0.5], "integers"), ([[1]], "one-dimensional")],
+)
+def test_bad_ids(engine: Engine, ids: list[object], text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        engine.prefill(ids)
+
+
+def test_too_long_a_prompt_changes_nothing(engine: Engine) -> None:
+    with pytest.raises(ValueError, match="kv_tokens=64"):
+        engine.prefill([1] * 65)
+    cache = engine.new_cache(4)
+    engine.prefill([1, 2], cache=cache)
+    with pytest.raises(ValueError, match="4 positions"):
+        engine.prefill([1, 2, 3], cache=cache)
+    assert cache.length == 2
+
+
+@pytest.mark.parametrize(
+    "option",
+    [
+        {"weights": "int8"},
+        {"attention": "r46"},
+        {"kv_dtype": "e4m3"},
+        {"exact": "invariant"},
+        {"graphs": "on"},
+        {"device": "tpu"},
+        {"max_tokens": 0},
+    ],
+)
+def test_options_that_do_not_exist_are_refused(option: dict[str, object]) -> None:
+    with pytest.raises(ValueError, match=next(iter(option))):
+        Engine.load(PATH, **{"device": "cpu", **option})
+
+
+def test_a_device_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    with pytest.raises(DriverNotFoundError):
+        Engine.load(PATH, device="cuda:99")
+
+
+def test_a_closed_engine_says_so() -> None:
+    with Engine.load(PATH, device="cpu") as engine:
+        pass
+    engine.close()
+    with pytest.raises(EngineError, match="closed"):
+        engine.prefill([1])
+
+
+def test_plan_counts_every_weight_once() -> None:
+    plan = Engine.plan(PATH, max_tokens=16, kv_tokens=16)
+    c = Engine.load(PATH, device="cpu").config
+    q, kv = c.heads * c.head_dim, c.kv_heads * c.head_dim
+    matrices = c.hidden * (2 * q + 2 * kv + 3 * c.ffn)
+    vectors = 2 * c.hidden + 2 * c.head_dim
+    expected = 2 * (c.vocab * c.hidden + c.layers * matrices) + 4 * (c.layers * vectors + c.hidden)
+    assert c.tied and plan["weights"] == expected
+    assert plan["kv_cache"] == 2 * 2 * c.layers * c.kv_heads * 16 * c.head_dim

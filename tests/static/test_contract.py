@@ -1,0 +1,104 @@
+"""The kernel contract end to end: table row, name, spec in the cubin, what the launcher asks."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from pyruntime.cubin.installed import architecture_for, manifest, root
+from pyruntime.cubin.spec import KernelSpec, read_specs
+
+ROOT = Path(__file__).parents[2]
+
+
+def installed(arch: str) -> dict[str, KernelSpec]:
+    specs: dict[str, KernelSpec] = {}
+    for path in sorted((root() / f"sm_{arch}").glob("*.cubin")):
+        specs |= read_specs(path.read_bytes(), path.name)
+    return specs
+
+
+def table_rows() -> int:
+    text = re.sub(r"//.*", "", (ROOT / "cuda/table.def").read_text())
+    return len(re.findall(r"^[A-Z_]+\(", text, re.MULTILINE))
+
+
+def test_every_row_is_a_kernel_on_every_architecture() -> None:
+    architectures = manifest()["architectures"]
+    names = {arch: set(installed(arch)) for arch in architectures}
+    assert all(len(found) == table_rows() for found in names.values())
+    assert len({frozenset(found) for found in names.values()}) == 1
+
+
+def test_specs_are_whole() -> None:
+    for spec in installed(manifest()["architectures"][0]).values():
+        assert spec.params and spec.threads % 32 == 0 and spec.min_blocks >= 1
+        ends = [plane.offset + plane.bytes for plane in spec.planes]
+        assert spec.smem_bytes == max(ends, default=0)
+        assert all(param.offset < spec.param_bytes for param in spec.params)
+
+
+def nvcc() -> str:
+    found = shutil.which(manifest()["nvcc"]) or shutil.which("nvcc") or "/usr/local/cuda/bin/nvcc"
+    if not Path(found).exists():
+        pytest.skip("the build's nvcc is gone with its isolated environment, and PATH has none")
+    return found
+
+
+@pytest.mark.parametrize("arch", ["80", "90a"])
+def test_one_more_plane_changes_what_the_launcher_asks_for(tmp_path: Path, arch: str) -> None:
+    """Adds one line to a family's plane list; nothing else is edited."""
+
+    def build(tree: Path) -> KernelSpec:
+        cubin = tree / "norm.cubin"
+        subprocess.run(
+            [nvcc(), "-cubin", "-std=c++17", "-gencode", f"arch=compute_{arch},code=sm_{arch}",
+             "-o", cubin, tree / "cuda/kernels/norm.cu"],
+            check=True,
+        )  # fmt: skip
+        (spec,) = read_specs(cubin.read_bytes(), "norm").values()
+        return spec
+
+    shutil.copytree(ROOT / "cuda", tmp_path / "cuda")
+    before = build(tmp_path)
+    source = tmp_path / "cuda/kernels/norm.cuh"
+    text = source.read_text()
+    planes = re.search(r"#define NORM_PLANES\(P, A\).*", text)
+    assert planes is not None
+    source.write_text(text.replace(planes[0], planes[0] + " P(16, float, extra, [256])"))
+    after = build(tmp_path)
+    assert after.smem_bytes == before.smem_bytes + 1024
+    assert [p.name for p in after.planes] == [*(p.name for p in before.planes), "extra"]
+
+
+def test_no_tile_or_byte_literal_in_python() -> None:
+    for path in (ROOT / "pyruntime/ops").glob("*.py"):
+        text = path.read_text()
+        assert not re.search(r"\b(?:block|smem|shared)\s*=", text), path.name
+
+
+@pytest.mark.parametrize(
+    ("device", "expected"),
+    [
+        ((8, 0), "80"),
+        ((8, 6), "80"),
+        ((8, 9), "80"),
+        ((9, 0), "90a"),
+        ((10, 0), "100"),
+        ((10, 3), "100"),
+        ((12, 1), "120"),
+        ((7, 5), None),
+        ((11, 0), None),
+    ],
+)
+def test_architecture_for(device: tuple[int, int], expected: str | None) -> None:
+    assert architecture_for(device, ["80", "90a", "100", "120"]) == expected
+
+
+def test_suffix_a_needs_its_own_version() -> None:
+    assert architecture_for((10, 3), ["100a"]) is None
+    assert architecture_for((9, 0), ["90", "90a"]) == "90a"

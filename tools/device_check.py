@@ -1,0 +1,225 @@
+"""Checks this tree on a GPU and records what was run: tests, sanitizers, benchmarks.
+
+    python tools/device_check.py [--part tests|sanitizers|bench] [--commit ID] [--smollm2 FILE]
+    python tools/device_check.py --stale
+
+The record, bench/results/device.json, is keyed to the machine code that ran: the sha256 of each
+kernel's `.text`. `--stale` compares those with what the sources compile to now (it compiles only if
+a file under cuda/ has changed) and exits 1 naming the kernels that have to be run again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+RECORD = ROOT / "bench/results/device.json"
+SANITIZERS = ("memcheck", "racecheck", "initcheck", "synccheck")
+BENCHES = ("dequant", "gemm", "attention", "prefill")
+SANITIZED = "gpu and smoke"  # the tests that run under the sanitizers
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs the parts asked for (all by default); 0 if everything passed."""
+    parser = argparse.ArgumentParser("device_check", description="check this tree on a GPU")
+    parser.add_argument("--part", choices=("tests", "sanitizers", "bench"), action="append")
+    parser.add_argument("--stale", action="store_true", help="is the record that of these sources?")
+    parser.add_argument("--commit", help="recorded instead of asking git")
+    parser.add_argument(
+        "--smollm2", type=Path, help="SmolLM2's GGUF file, for its tests and figures"
+    )
+    args = parser.parse_args(argv)
+    if args.stale:
+        return _stale()
+    if args.smollm2:
+        os.environ["PYRUNTIME_TEST_SMOLLM2"] = str(args.smollm2.resolve())
+    record = _identity(args.commit)
+    parts = {"tests": _tests, "sanitizers": _sanitizers, "bench": _bench}
+    passed = True
+    for name in args.part or list(parts):
+        started = time.perf_counter()
+        result = parts[name]()
+        result["seconds"] = round(time.perf_counter() - started, 1)
+        passed &= bool(result["passed"])
+        _merge(record, name, result)
+        print(f"{name}: {'passed' if result['passed'] else 'FAILED'} in {result['seconds']} s")
+    return 0 if passed else 1
+
+
+def _merge(identity: dict[str, Any], part: str, result: dict[str, Any]) -> None:
+    """Writes one part's result; parts of other machine code are dropped, not mixed in."""
+    record = json.loads(RECORD.read_text()) if RECORD.exists() else {}
+    if record.get("kernels") != identity["kernels"] or record.get("host") != identity["host"]:
+        record = {}
+    record = {**record, **identity, part: result}
+    RECORD.parent.mkdir(parents=True, exist_ok=True)
+    RECORD.write_text(json.dumps(record, indent=1) + "\n")
+
+
+def _identity(commit: str | None) -> dict[str, Any]:
+    from pyruntime.cubin.installed import cubins_for
+    from pyruntime.driver.device import Device, driver_version
+
+    device = Device(0)
+    cubins = cubins_for(device.compute_capability, device.name)
+    kernels: dict[str, str] = {}
+    for path, data in cubins.items():
+        kernels |= _text_hashes(data, path.name)
+    identity = {
+        "schema": "pyruntime.device/1",
+        "commit": commit or _git_commit(),
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "device": device.name,
+        "driver": driver_version(),
+        "architecture": next(iter(cubins)).parent.name,
+        "sources": _tree_hash("cuda"),
+        "host": _tree_hash("pyruntime"),
+        "kernels": kernels,
+    }
+    device.close()
+    return identity
+
+
+def _git_commit() -> str:
+    git = subprocess.run(
+        ["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    return git.stdout.strip() or "unknown"
+
+
+def _text_hashes(cubin: bytes, what: str) -> dict[str, str]:
+    """sha256 of each kernel's machine code."""
+    from pyruntime.cubin.elf import Elf
+
+    prefix = ".text."
+    return {
+        s.name.removeprefix(prefix): hashlib.sha256(s.data).hexdigest()
+        for s in Elf(cubin, what).sections
+        if s.name.startswith(prefix)
+    }
+
+
+def _tree_hash(folder: str) -> str:
+    """sha256 over the paths and contents of the source files of a folder."""
+    digest = hashlib.sha256()
+    for path in sorted((ROOT / folder).rglob("*")):
+        if path.is_file() and path.suffix in (".py", ".cu", ".cuh", ".def"):
+            digest.update(f"{path.relative_to(ROOT)}\0".encode() + path.read_bytes() + b"\0")
+    return digest.hexdigest()
+
+
+def _pytest(marker: str, *, prefix: tuple[str, ...] = (), timeout: int) -> dict[str, Any]:
+    command = [
+        *prefix, sys.executable, "-m", "pytest", "-q", "-m", marker, "-p", "no:cacheprovider",
+        "--timeout", str(timeout), "tests",
+    ]  # fmt: skip
+    run = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+                         text=True, check=False)  # fmt: skip
+    print(run.stdout, flush=True)
+    counts = {
+        word: int(n) for n, word in re.findall(r"(\d+) (passed|failed|skipped|error)", run.stdout)
+    }
+    return {
+        "passed": run.returncode == 0 and counts.get("passed", 0) > 0,
+        "counts": counts,
+        "failures": re.findall(r"^(?:FAILED|ERROR) (\S+)", run.stdout, re.MULTILINE),
+        "output": run.stdout,
+    }
+
+
+def _tests() -> dict[str, Any]:
+    result = _pytest("gpu", timeout=300)
+    del result["output"]
+    return result
+
+
+def _sanitizers() -> dict[str, Any]:
+    tool = shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sanitizer"
+    if not Path(tool).exists():
+        print("compute-sanitizer is not installed", file=sys.stderr)
+        return {"passed": False, "missing": "compute-sanitizer"}
+    results: dict[str, Any] = {}
+    for name in SANITIZERS:
+        options = ["--tool", name, "--error-exitcode", "86", "--launch-timeout", "0"]
+        if name == "memcheck":
+            options += ["--padding", "64"]
+        run = _pytest(SANITIZED, prefix=(tool, *options), timeout=480)
+        found = re.search(
+            r"ERROR SUMMARY: (\d+) error|RACECHECK SUMMARY: (\d+) hazard", run.pop("output")
+        )
+        run["findings"] = int(found[1] or found[2]) if found else None
+        run["passed"] &= run["findings"] == 0
+        results[name] = run
+        print(f"{name}: {run['findings']} findings, {run['counts']}", flush=True)
+    return {"passed": all(r["passed"] for r in results.values()), **results}
+
+
+def _bench() -> dict[str, Any]:
+    figures: dict[str, Any] = {}
+    passed = True
+    for name in BENCHES:
+        run = subprocess.run(
+            [sys.executable, f"bench/{name}.py", "--json"], cwd=ROOT, stdout=subprocess.PIPE,
+            text=True, check=False,
+        )  # fmt: skip
+        passed &= run.returncode == 0
+        figures[name] = json.loads(run.stdout) if run.returncode == 0 else None
+    return {"passed": passed, "figures": figures}
+
+
+def _stale() -> int:
+    if not RECORD.exists():
+        print(f"{RECORD.relative_to(ROOT)} does not exist: nothing was ever run on a GPU")
+        return 1
+    record = json.loads(RECORD.read_text())
+    if record["host"] != _tree_hash("pyruntime"):
+        print("note: files under pyruntime/ have changed since the record")
+    if record["sources"] == _tree_hash("cuda"):
+        print(f"the record is that of these kernels ({len(record['kernels'])})")
+        return 0
+    current = _compile(record["architecture"].removeprefix("sm_"))
+    recorded = record["kernels"]
+    changed = sorted(n for n in current if recorded.get(n) != current[n])
+    gone = sorted(recorded.keys() - current.keys())
+    if not changed and not gone:
+        print("sources under cuda/ have changed, the machine code has not")
+        return 0
+    print(
+        f"to run again on a GPU: {', '.join(changed) or 'none'}; gone: {', '.join(gone) or 'none'}"
+    )
+    return 1
+
+
+def _compile(arch: str) -> dict[str, str]:
+    """Machine code hashes of the current sources."""
+    nvcc = shutil.which("nvcc") or "/usr/local/cuda/bin/nvcc"
+    hashes: dict[str, str] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        jobs = []
+        for source in sorted((ROOT / "cuda/kernels").glob("*.cu")):
+            cubin = Path(folder, f"{source.stem}.cubin")
+            target = f"arch=compute_{arch},code=sm_{arch}"
+            command = [nvcc, "-cubin", "-std=c++17", "-O3", "-gencode", target]
+            command += ["-o", str(cubin), str(source)]
+            jobs.append((cubin, subprocess.Popen(command, stderr=subprocess.DEVNULL)))
+        for cubin, job in jobs:
+            if job.wait():
+                raise SystemExit(f"{nvcc} failed on {cubin.stem}.cu")
+            hashes |= _text_hashes(cubin.read_bytes(), cubin.name)
+    return hashes
+
+
+if __name__ == "__main__":
+    sys.exit(main())
