@@ -22,8 +22,29 @@ struct Live {
   int32_t overflow;   // lowest site out of fp16's range; INT32_MAX while there is none
 };
 
+// False beyond the largest fp16 number, for infinities and for NaN.
+__device__ __forceinline__ bool fits_half(float x) { return fabsf(x) <= 65504.0f; }
+
 // Rounds to fp16. A value out of its range (or NaN) leaves its site's number in `overflow`, if lowest.
 __device__ __forceinline__ __half checked_half(float x, int32_t* overflow, int32_t site) {
-  if (!(fabsf(x) <= 65504.0f)) atomicMin(overflow, site);
+  if (!fits_half(x)) atomicMin(overflow, site);
   return __float2half_rn(x);
+}
+
+// The same for N values, stored at once at `out`, which is aligned to their 2 N bytes.
+template <int N>
+__device__ __forceinline__ void store_checked(__half* out, const float (&x)[N], int32_t* overflow,
+                                              int32_t site) {
+  struct alignas(2 * N) {
+    uint32_t pairs[N / 2];
+  } packed;
+  bool fit = true;
+#pragma unroll
+  for (int i = 0; i < N; i += 2) {
+    fit &= fits_half(x[i]) & fits_half(x[i + 1]);
+    const __half2 h = __floats2half2_rn(x[i], x[i + 1]);
+    packed.pairs[i / 2] = reinterpret_cast<const uint32_t&>(h);
+  }
+  if (!fit) atomicMin(overflow, site);
+  *reinterpret_cast<decltype(packed)*>(out) = packed;
 }

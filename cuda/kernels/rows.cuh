@@ -1,0 +1,74 @@
+// Rows picked from one array and set in another: token embeddings in, wanted rows out.
+//
+//   embed:  x[r] = table[ids[r]]                              r < *rows, fp16 to f32
+//   gather: x_out[r] = x[index[r]], a_out[r] = a[index[r]]    r < *wanted
+//
+// Grid: one block per row; threads stride over it 16 bytes at a time (every width is a multiple of
+// 8). Bytes: embed 6 per element, gather 8 per element of x and 4 per element of a.
+#pragma once
+
+#include "../core/spec.cuh"
+
+#define EMBED_PARAMS(P)                                   \
+  P(const int32_t*, rows) /* device count of live rows */ \
+  P(const int32_t*, ids)  /* [rows] */                    \
+  P(const __half*, table) /* [vocabulary][columns] */     \
+  P(float*, x)            /* [rows][columns] */           \
+  P(int32_t, columns)
+
+template <int Threads>
+struct Embed {
+  static constexpr int kThreads = Threads, kMinBlocks = 1;
+  static constexpr spec::Tile tile() { return spec::Tile{}.with("op", "embed"); }
+  SPEC_PARAMS(EMBED_PARAMS)
+  SPEC_NO_SMEM
+
+  static __device__ void run(const Params& p) {
+    const int64_t row = blockIdx.x;
+    if (row >= *p.rows) return;
+    const uint4* in = reinterpret_cast<const uint4*>(p.table + int64_t(p.ids[row]) * p.columns);
+    float4* out = reinterpret_cast<float4*>(p.x + row * p.columns);
+    for (int i = threadIdx.x; i < p.columns / 8; i += kThreads) {
+      const uint4 packed = in[i];
+      const __half2* h = reinterpret_cast<const __half2*>(&packed);
+#pragma unroll
+      for (int j = 0; j < 2; ++j) {
+        const float2 a = __half22float2(h[2 * j]), b = __half22float2(h[2 * j + 1]);
+        out[2 * i + j] = make_float4(a.x, a.y, b.x, b.y);
+      }
+    }
+  }
+};
+
+#define GATHER_PARAMS(P)                                   \
+  P(const int32_t*, wanted) /* device count */             \
+  P(const int32_t*, index)  /* [wanted] rows of x and a */ \
+  P(const float*, x)        /* [...][columns] */           \
+  P(float*, x_out)          /* [wanted][columns] */        \
+  P(const __half*, a)       /* [...][width] */             \
+  P(__half*, a_out)         /* [wanted][width] */          \
+  P(int32_t, columns)                                      \
+  P(int32_t, width)
+
+template <int Threads>
+struct Gather {
+  static constexpr int kThreads = Threads, kMinBlocks = 1;
+  static constexpr spec::Tile tile() { return spec::Tile{}.with("op", "gather"); }
+  SPEC_PARAMS(GATHER_PARAMS)
+  SPEC_NO_SMEM
+
+  template <class T>
+  static __device__ void copy(const T* in, T* out, int64_t from, int64_t to, int width) {
+    const uint4* source = reinterpret_cast<const uint4*>(in + from * width);
+    uint4* target = reinterpret_cast<uint4*>(out + to * width);
+    for (int i = threadIdx.x; i < width * int(sizeof(T)) / 16; i += kThreads) target[i] = source[i];
+  }
+
+  static __device__ void run(const Params& p) {
+    const int row = blockIdx.x;
+    if (row >= *p.wanted) return;
+    const int from = p.index[row];
+    copy(p.x, p.x_out, from, row, p.columns);
+    copy(p.a, p.a_out, from, row, p.width);
+  }
+};

@@ -1,0 +1,101 @@
+"""Rows picked by index: token embeddings, and the rows whose logits are wanted."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from pyruntime.driver.library import Kernel, Library
+from pyruntime.driver.memory import DeviceArray
+from pyruntime.driver.program import Program
+
+
+def embed(
+    program: Program,
+    library: Library,
+    *,
+    rows: DeviceArray,
+    max_rows: int,
+    ids: DeviceArray,
+    table: DeviceArray,
+    x: DeviceArray,
+) -> None:
+    """Records x[r] = table[ids[r]] for each of the first `rows` rows.
+
+    Args:
+        rows: int32, the count of live rows on the device; `max_rows` is the most it will be.
+        ids: int32 [max rows or more], each below the vocabulary (checked by the caller).
+        table: float16 [vocabulary, columns].
+        x: float32 [max rows or more, columns], written.
+
+    Raises:
+        ValueError: arrays that do not belong together, or columns that are no multiple of 8.
+    """
+    columns = table.shape[1]
+    if x.shape[1:] != (columns,) or columns % 8:
+        raise ValueError(f"embed: table {table.shape}, x {x.shape}")
+    dtypes = [array.dtype for array in (ids, table, x)]
+    if dtypes != [np.int32, np.float16, np.float32]:
+        raise ValueError(f"embed: ids, table, x are {dtypes}")
+    if max_rows > min(ids.shape[0], x.shape[0]):
+        raise ValueError(f"embed: {max_rows} rows of ids {ids.shape}, x {x.shape}")
+    program.add(
+        _kernel(library, "embed"),
+        grid=max_rows,
+        rows=rows,
+        ids=ids,
+        table=table,
+        x=x,
+        columns=columns,
+    )
+
+
+def gather(
+    program: Program,
+    library: Library,
+    *,
+    wanted: DeviceArray,
+    max_wanted: int,
+    index: DeviceArray,
+    x: DeviceArray,
+    x_out: DeviceArray,
+    a: DeviceArray,
+    a_out: DeviceArray,
+) -> None:
+    """Records x_out[i] = x[index[i]] and a_out[i] = a[index[i]] for each i below `wanted`.
+
+    Args:
+        wanted: int32, the count of wanted rows on the device; `max_wanted` is the most it will be.
+        index: int32 [max wanted or more], rows of x and a (checked by the caller).
+        x, x_out: float32 [..., columns]; x_out is written.
+        a, a_out: float16 [..., width]; a_out is written.
+
+    Raises:
+        ValueError: arrays that do not belong together, or rows that are no multiple of 16 bytes.
+    """
+    (columns,), (width,) = x.shape[1:], a.shape[1:]
+    if x_out.shape[1:] != (columns,) or a_out.shape[1:] != (width,) or columns % 4 or width % 8:
+        raise ValueError(f"gather: x {x.shape} to {x_out.shape}, a {a.shape} to {a_out.shape}")
+    dtypes = [array.dtype for array in (index, x, x_out, a, a_out)]
+    if dtypes != [np.int32, np.float32, np.float32, np.float16, np.float16]:
+        raise ValueError(f"gather: index, x, x_out, a, a_out are {dtypes}")
+    if max_wanted > min(index.shape[0], x_out.shape[0], a_out.shape[0]):
+        raise ValueError(
+            f"gather: {max_wanted} rows of index {index.shape}, to {x_out.shape}, {a_out.shape}"
+        )
+    program.add(
+        _kernel(library, "gather"),
+        grid=max_wanted,
+        wanted=wanted,
+        index=index,
+        x=x,
+        x_out=x_out,
+        a=a,
+        a_out=a_out,
+        columns=columns,
+        width=width,
+    )
+
+
+def _kernel(library: Library, op: str) -> Kernel:
+    (kernel,) = (k for k in library.family("rows") if k.spec.tile["op"] == op)
+    return kernel
