@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from goldens import SMOLLM2, TINY, Prompt, kl, log_softmax, log_sum_exp, model_path, prompts
 
 from pyruntime.gguf.reader import GGUFFile
 from pyruntime.model.config import ModelConfig
 from pyruntime.reference import ReferenceModel
-from tests.goldens import SMOLLM2, TINY, Prompt, kl, log_softmax, log_sum_exp, model_path, prompts
 
 # Largest difference of a logit, a log-sum-exp or a log-probability in float32.
 TOLERANCE = 2e-3

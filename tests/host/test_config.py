@@ -10,14 +10,14 @@ from typing import Any
 import gguf
 import numpy as np
 import pytest
+from goldens import GOLDEN
+from models import FFN, HEADS, HIDDEN, LAYERS, VOCAB, tensors, write_model
 
 from pyruntime.errors import UnsupportedModelError
 from pyruntime.gguf.reader import GGUFFile
 from pyruntime.model.config import ARCHITECTURES, ModelConfig
 from pyruntime.model.rope import RopeConfig
 from pyruntime.model.tensors import tensor_shapes
-from tests.goldens import GOLDEN
-from tests.models import FFN, HEADS, HIDDEN, LAYERS, VOCAB, tensors, write_model
 
 
 def config_of(path: Path) -> ModelConfig:

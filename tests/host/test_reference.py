@@ -7,13 +7,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from models import VOCAB, tensors, write_model
 
 from pyruntime.errors import NumericalError, OutOfMemoryError
 from pyruntime.gguf.reader import GGUFFile
 from pyruntime.model.config import ModelConfig
 from pyruntime.model.tokens import check_tokens
 from pyruntime.reference import ReferenceModel, functions, memory
-from tests.models import VOCAB, tensors, write_model
 
 
 def load(path: Path, **options: Any) -> ReferenceModel:
