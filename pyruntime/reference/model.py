@@ -131,6 +131,11 @@ class ReferenceModel:
         cache.length = end
         return result
 
+    def close(self) -> None:
+        """Gives the weights' memory back; the model cannot be used afterwards. Idempotent."""
+        self._layers.clear()
+        self._embedding = self._output = self._output_norm = np.empty(0, np.float32)
+
     def _attention(
         self,
         layer: int,
