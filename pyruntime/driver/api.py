@@ -7,7 +7,6 @@ The package's own cuda-bindings wheel loads libcuda on the first call and raises
 from __future__ import annotations
 
 import functools
-from types import ModuleType
 from typing import Any
 
 from pyruntime.errors import CudaError, DriverNotFoundError, OutOfMemoryError
@@ -18,7 +17,7 @@ STICKY = frozenset({214, 700, 702, 710, 713, 714, 715, 716, 717, 718, 719, 720, 
 
 
 @functools.cache
-def bindings() -> ModuleType:
+def bindings() -> Any:
     """The `cuda.bindings.driver` module, after one successful `cuInit`.
 
     Raises:

@@ -262,6 +262,14 @@ def test_complete_file_is_accepted_and_each_truncation_refused(tmp_path: Path) -
             GGUFFile.open(path)
 
 
+@pytest.mark.parametrize("element", [U8, F32, BOOL, STRING])
+def test_empty_array_is_accepted(element: int, tmp_path: Path) -> None:
+    path = tmp_path / "empty.gguf"
+    path.write_bytes(keyed(ARRAY, u32(element) + u64(0)))
+    with GGUFFile.open(path) as file:
+        assert len(file.metadata["k"]) == 0  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("key", ["k" * 65535, "k" * 65536, "\x1b[31m\n\u202e" * 1000])
 def test_message_about_long_or_hostile_key_is_short_and_printable(key: str, tmp_path: Path) -> None:
     path = tmp_path / ("p" * 200 + "\n.gguf")

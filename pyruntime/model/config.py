@@ -1,0 +1,178 @@
+"""The configuration of a model, and what is refused because nothing here would honour it."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, cast
+
+from pyruntime.errors import UnsupportedModelError
+from pyruntime.model.keys import ArchitectureKeys, value_shown
+from pyruntime.model.rope import RopeConfig, RopeScaling, RopeStyle
+from pyruntime.model.tensors import check_tensor, check_tensors, find_tensor
+
+if TYPE_CHECKING:
+    from pyruntime.gguf.reader import GGUFFile
+
+# SwiGLU's output is stored in fp16 multiplied by this, and the product with `ffn_down` divided by
+# it: activations up to 2 million survive, and a power of two costs no precision.
+DOWN_SCALE = 2.0**-5
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """What the name of an architecture fixes and no key of the file states."""
+
+    rope: RopeStyle
+    qkv_bias: bool
+    qk_norm: bool
+
+
+ARCHITECTURES = {
+    "llama": Architecture(rope="interleaved", qkv_bias=False, qk_norm=False),
+    "qwen2": Architecture(rope="neox", qkv_bias=True, qk_norm=False),
+    "qwen3": Architecture(rope="neox", qkv_bias=False, qk_norm=True),
+}
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Sizes and options of a decoder: RMSNorm, GQA attention with RoPE, SwiGLU.
+
+    `hidden` is the width of the residual stream, `ffn` that of the SwiGLU, both in elements;
+    `tied`: the embedding is also the output matrix; `eps`: RMSNorm's epsilon.
+    """
+
+    arch: str
+    name: str
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    ffn: int
+    vocab: int
+    context_length: int
+    eps: float
+    tied: bool
+    qkv_bias: bool
+    qk_norm: bool
+    rope: RopeConfig
+
+    @classmethod
+    def from_gguf(cls, file: GGUFFile) -> ModelConfig:
+        """Read and check the metadata and the tensor headers of `file`; no weight is read.
+
+        Raises UnsupportedModelError, naming file, byte offset and key or tensor, for an
+        architecture or option that is not implemented, a key that is missing, of a wrong type or
+        out of range, and a tensor that is missing or of a wrong shape or type.
+        """
+        keys = ArchitectureKeys(file, _architecture(file))
+        row = ARCHITECTURES[keys.arch]
+        hidden = keys.integer("embedding_length")
+        heads = keys.integer("attention.head_count")
+        head_dim = _head_dim(keys, hidden, heads)
+        kv_heads = keys.integer("attention.head_count_kv", heads)
+        if heads % kv_heads:
+            problem = f"is {kv_heads}, which does not divide the {heads} heads"
+            raise keys.refusal("attention.head_count_kv", problem)
+        context_length = keys.integer("context_length")
+        name = file.metadata.get("general.name")
+        config = cls(
+            arch=keys.arch,
+            name=name if isinstance(name, str) else file.path.stem,
+            layers=keys.integer("block_count"),
+            hidden=hidden,
+            heads=heads,
+            kv_heads=kv_heads,
+            head_dim=head_dim,
+            ffn=keys.integer("feed_forward_length"),
+            vocab=_vocabulary(keys),
+            context_length=context_length,
+            eps=keys.number("attention.layer_norm_rms_epsilon"),
+            tied="output.weight" not in file.tensors,
+            qkv_bias=row.qkv_bias,
+            qk_norm=row.qk_norm,
+            rope=_rope(keys, row.rope, head_dim, context_length),
+        )
+        keys.refuse_unread()
+        check_tensors(file, config)
+        return config
+
+
+def _architecture(file: GGUFFile) -> str:
+    key = "general.architecture"
+    arch = file.metadata.get(key)
+    if isinstance(arch, str) and arch in ARCHITECTURES:
+        return arch
+    problem = "is missing" if arch is None else f"is {value_shown(arch)}"
+    raise UnsupportedModelError(
+        f"{file.where(key=key)}: {problem}; supported architectures: {', '.join(ARCHITECTURES)}"
+    )
+
+
+def _head_dim(keys: ArchitectureKeys, hidden: int, heads: int) -> int:
+    """Elements per head: stated, or an equal share of the width. Keys, values and RoPE agree."""
+    if f"{keys.arch}.attention.key_length" not in keys.file.metadata and hidden % heads:
+        problem = f"is {hidden}, which {heads} heads do not divide, and there is no key_length"
+        raise keys.refusal("embedding_length", problem)
+    head_dim = keys.integer("attention.key_length", hidden // heads)
+    if head_dim % 2:
+        problem = f"(the head dimension) is {head_dim}; rotary embedding needs an even one"
+        raise keys.refusal("attention.key_length", problem)
+    for name, what in (
+        ("attention.value_length", "values of another length than keys"),
+        ("rope.dimension_count", "partial rotary embedding"),
+    ):
+        if (length := keys.integer(name, head_dim)) != head_dim:
+            problem = f"is {length} with a head dimension of {head_dim}; {what} is not supported"
+            raise keys.refusal(name, problem)
+    return head_dim
+
+
+def _vocabulary(keys: ArchitectureKeys) -> int:
+    """Rows of the embedding, which the stated size, if any, must equal."""
+    embedding = find_tensor(keys.file, "token_embd.weight")
+    rows = embedding.shape[0]
+    if (stated := keys.integer("vocab_size", rows)) != rows:
+        problem = f"is {stated}, but 'token_embd.weight' has {rows} rows"
+        raise keys.refusal("vocab_size", problem)
+    return rows
+
+
+def _rope(keys: ArchitectureKeys, style: RopeStyle, dim: int, context: int) -> RopeConfig:
+    base = keys.number("rope.freq_base", 10000.0)
+    if base <= 1:
+        raise keys.refusal("rope.freq_base", f"is {base}; it must be greater than 1")
+    factor = keys.number("rope.scaling.factor", keys.number("rope.scale_linear", 1.0))
+    # A factor without a type means linear: the key is older than the choice.
+    scaling = keys.text("rope.scaling.type", "none" if factor == 1 else "linear")
+    if scaling not in ("none", "linear", "yarn"):
+        problem = f"is {value_shown(scaling)}; supported: none, linear, yarn"
+        raise keys.refusal("rope.scaling.type", problem)
+    if scaling == "none" and factor != 1:
+        raise keys.refusal("rope.scaling.factor", f"is {factor} with rope.scaling.type 'none'")
+    return RopeConfig(
+        style=style,
+        dim=dim,
+        base=base,
+        scaling=cast(RopeScaling, scaling),
+        factor=factor,
+        original_context=keys.integer("rope.scaling.original_context_length", context),
+        attn_factor=keys.number("rope.scaling.attn_factor", 1.0),
+        beta_fast=keys.number("rope.scaling.yarn_beta_fast", 32.0),
+        beta_slow=keys.number("rope.scaling.yarn_beta_slow", 1.0),
+        factors=_rope_factors(keys.file, dim // 2),
+    )
+
+
+def _rope_factors(file: GGUFFile, pairs: int) -> tuple[float, ...]:
+    name = "rope_freqs.weight"
+    if name not in file.tensors:
+        return ()
+    check_tensor(file, name, (pairs,))
+    factors = tuple(float(factor) for factor in file.dequantize(name))
+    if not all(math.isfinite(factor) and factor > 0 for factor in factors):
+        where = file.where(tensor=name)
+        raise UnsupportedModelError(f"{where}: holds a value that is not finite and positive")
+    return factors

@@ -1,0 +1,25 @@
+"""The check of token ids that every backend makes before it uses them as an index."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+
+def check_tokens(ids: ArrayLike, vocab: int) -> NDArray[np.int32]:
+    """`ids` as int32 [nt], nt > 0.
+
+    Raises ValueError, naming the value, unless they are one row of integers in [0, vocab).
+    """
+    array = np.asarray(ids)
+    if array.ndim != 1:
+        raise ValueError(f"token ids must be one-dimensional, not of shape {list(array.shape)}")
+    if array.size == 0:
+        raise ValueError("token ids are empty; at least one is needed")
+    if array.dtype.kind not in "iu":
+        raise ValueError(f"token ids must be integers, not {array.dtype}")
+    outside = np.flatnonzero((array < 0) | (array >= vocab))
+    if outside.size:
+        at = int(outside[0])
+        raise ValueError(f"token id {array[at]} at position {at} is outside [0, {vocab})")
+    return array.astype(np.int32)

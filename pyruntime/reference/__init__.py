@@ -1,0 +1,7 @@
+"""The NumPy backend: what runs without a GPU, and what the GPU is compared with."""
+
+from __future__ import annotations
+
+from pyruntime.reference.model import Cache, ReferenceModel
+
+__all__ = ["Cache", "ReferenceModel"]

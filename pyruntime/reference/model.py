@@ -1,0 +1,181 @@
+"""A decoder in NumPy that reads like the paper: embed, layers, norm, output matrix."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from pyruntime.errors import NumericalError
+from pyruntime.model.config import DOWN_SCALE, ModelConfig
+from pyruntime.model.rope import rope_table
+from pyruntime.model.tensors import layer_shapes, tensor_shapes
+from pyruntime.model.tokens import check_tokens
+from pyruntime.reference.functions import (
+    Array,
+    Rounding,
+    causal_attention,
+    exact,
+    fp16,
+    rms_norm,
+    rotate,
+    swiglu,
+)
+from pyruntime.reference.memory import require_memory
+
+if TYPE_CHECKING:
+    from pyruntime.gguf.reader import GGUFFile
+
+ROUNDINGS: dict[str, Rounding] = {"f32": exact, "fp16": fp16}
+
+
+@dataclass
+class Cache:
+    """Keys (after RoPE) and values: float32 [layers, kv heads, capacity, head dim] each.
+
+    The first `length` positions are filled. In "fp16" precision every element is an fp16 number.
+    """
+
+    k: Array
+    v: Array
+    length: int = 0
+
+    @property
+    def capacity(self) -> int:
+        return int(self.k.shape[2])
+
+
+class ReferenceModel:
+    """The weights of `file` in float32, and the forward pass over them.
+
+    `precision` "f32" is the oracle. "fp16" does what a good fp16 GPU path does: weights and GEMM
+    inputs, Q, K, V and P are rounded to fp16; accumulation, softmax, norms and the residual
+    stream stay float32.
+
+    `progress` is called after each tensor with its bytes in the file. Raises OutOfMemoryError
+    before anything is read if the float32 weights do not fit into memory. `file` is not needed
+    after construction.
+    """
+
+    def __init__(
+        self,
+        file: GGUFFile,
+        config: ModelConfig,
+        *,
+        precision: Literal["f32", "fp16"] = "f32",
+        progress: Callable[[int], object] | None = None,
+    ) -> None:
+        if precision not in ROUNDINGS:
+            raise ValueError(f"precision is {precision!r}; known: {', '.join(ROUNDINGS)}")
+        self.config = config
+        self._rounded = ROUNDINGS[precision]
+        elements = sum(math.prod(shape) for _, shape in tensor_shapes(config))
+        require_memory(4 * elements, f"{file.path}: float32 weights")
+
+        def load(name: str) -> Array:
+            weight = file.dequantize(name)
+            if progress is not None:
+                progress(file.tensors[name].nbytes)
+            # Vectors (norms, biases) are applied in float32; only GEMM operands are rounded.
+            return self._rounded(weight, f"tensor '{name}'") if weight.ndim == 2 else weight
+
+        self._embedding = load("token_embd.weight")
+        self._layers = [
+            {name: load(f"blk.{layer}.{name}") for name in layer_shapes(config)}
+            for layer in range(config.layers)
+        ]
+        self._output_norm = load("output_norm.weight")
+        self._output = self._embedding if config.tied else load("output.weight")
+
+    def new_cache(self, tokens: int) -> Cache:
+        """An empty cache for `tokens` positions. Raises ValueError, OutOfMemoryError."""
+        if tokens < 1:
+            raise ValueError(f"a cache for {tokens} tokens: at least 1 is needed")
+        c = self.config
+        shape = (c.layers, c.kv_heads, tokens, c.head_dim)
+        require_memory(2 * 4 * math.prod(shape), f"a float32 K/V cache for {tokens} tokens")
+        return Cache(np.zeros(shape, np.float32), np.zeros(shape, np.float32))
+
+    def forward(
+        self, ids: ArrayLike, cache: Cache, *, logits: Literal["last", "all"] = "last"
+    ) -> Array:
+        """Append `ids` [nt] to `cache` and return float32 [1, vocab], or [nt, vocab] for "all".
+
+        Raises ValueError for ids that are not one row of integers in [0, vocab) or do not fit
+        into the cache, and NumericalError where a value is not finite; `cache` then keeps its
+        length.
+        """
+        if logits not in ("last", "all"):
+            raise ValueError(f"logits is {logits!r}; known: last, all")
+        ids = check_tokens(ids, self.config.vocab)
+        start, end = cache.length, cache.length + len(ids)
+        if end > cache.capacity:
+            raise ValueError(
+                f"{len(ids)} tokens after {start} exceed the cache's {cache.capacity} positions"
+            )
+        cos, sin = rope_table(self.config.rope, np.arange(start, end))
+        with np.errstate(over="ignore", invalid="ignore"):  # checked by name below
+            x = self._embedding[ids]
+            for layer in range(self.config.layers):
+                x = x + self._attention(layer, x, cos, sin, cache.k[layer], cache.v[layer], start)
+                x = x + self._feed_forward(layer, x)
+                _require_finite(x, f"the output of layer {layer}")
+            x = x if logits == "all" else x[-1:]
+            normed = rms_norm(x, self._output_norm, self.config.eps)
+            result = self._rounded(normed, "the output matrix's input") @ self._output.T
+        _require_finite(result, "the logits")
+        cache.length = end
+        return result
+
+    def close(self) -> None:
+        """Gives the weights' memory back; the model cannot be used afterwards. Idempotent."""
+        self._layers.clear()
+        self._embedding = self._output = self._output_norm = np.empty(0, np.float32)
+
+    def _attention(
+        self,
+        layer: int,
+        x: Array,
+        cos: Array,
+        sin: Array,
+        k_cache: Array,
+        v_cache: Array,
+        start: int,
+    ) -> Array:
+        """One attention block on x [nt, hidden]; fills the layer's cache from `start` on."""
+        c, w, end = self.config, self._layers[layer], start + len(x)
+        normed = rms_norm(x, w["attn_norm.weight"], c.eps)
+        q = self._linear(layer, "attn_q", normed).reshape(-1, c.heads, c.head_dim)
+        k = self._linear(layer, "attn_k", normed).reshape(-1, c.kv_heads, c.head_dim)
+        v = self._linear(layer, "attn_v", normed).reshape(-1, c.kv_heads, c.head_dim)
+        if c.qk_norm:
+            q = rms_norm(q, w["attn_q_norm.weight"], c.eps)
+            k = rms_norm(k, w["attn_k_norm.weight"], c.eps)
+        q, k = rotate(q, cos, sin, c.rope.style), rotate(k, cos, sin, c.rope.style)
+        k_cache[:, start:end] = self._rounded(k, f"layer {layer}: K").swapaxes(0, 1)
+        v_cache[:, start:end] = self._rounded(v, f"layer {layer}: V").swapaxes(0, 1)
+        q = self._rounded(q, f"layer {layer}: Q")
+        attended = causal_attention(q, k_cache[:, :end], v_cache[:, :end], self._rounded)
+        return self._linear(layer, "attn_output", attended.reshape(len(x), -1))
+
+    def _feed_forward(self, layer: int, x: Array) -> Array:
+        """One SwiGLU block on x [nt, hidden]."""
+        normed = rms_norm(x, self._layers[layer]["ffn_norm.weight"], self.config.eps)
+        gate = self._linear(layer, "ffn_gate", normed)
+        up = self._linear(layer, "ffn_up", normed)
+        return self._linear(layer, "ffn_down", DOWN_SCALE * swiglu(gate, up)) / DOWN_SCALE
+
+    def _linear(self, layer: int, name: str, x: Array) -> Array:
+        """x W^T + b with the weights `name` of one layer; b where the layer has it."""
+        w = self._layers[layer]
+        y: Array = self._rounded(x, f"layer {layer}: the input of {name}") @ w[f"{name}.weight"].T
+        return y + w[f"{name}.bias"] if f"{name}.bias" in w else y
+
+
+def _require_finite(x: Array, what: str) -> None:
+    if not np.isfinite(x).all():
+        raise NumericalError(f"{what} holds a value that is not finite")

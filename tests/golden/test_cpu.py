@@ -1,0 +1,85 @@
+"""The NumPy backend against llama.cpp on float32 weights, for every prompt of every file."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from goldens import SMOLLM2, TINY, Prompt, kl, log_softmax, log_sum_exp, model_path, prompts
+
+from pyruntime.gguf.reader import GGUFFile
+from pyruntime.model.config import ModelConfig
+from pyruntime.reference import ReferenceModel
+
+# Largest difference of a logit, a log-sum-exp or a log-probability in float32.
+TOLERANCE = 2e-3
+
+# What rounding weights, GEMM inputs, Q, K, V and P to fp16 may cost: largest logit difference at
+# the last position, and KL. An ideal fp16 path is noise of this size, so these are no targets.
+FP16_TOLERANCE, FP16_KL = 0.1, 1e-4
+
+
+def load(stem: str, precision: str) -> ReferenceModel:
+    with GGUFFile.open(model_path(stem)) as file:
+        return ReferenceModel(file, ModelConfig.from_gguf(file), precision=precision)
+
+
+def check_prompt(model: ReferenceModel, prompt: Prompt) -> None:
+    """All positions of the prompt, then its greedy continuation one token at a time."""
+    cache = model.new_cache(len(prompt.ids) + len(prompt.greedy))
+    logits = model.forward(prompt.ids, cache, logits="all")
+    lse = log_sum_exp(logits)
+    top10 = np.take_along_axis(logits, prompt.top10_ids.astype(np.int64), axis=1)
+    scored = np.take_along_axis(logits[:-1], prompt.ids[1:, None].astype(np.int64), axis=1)[:, 0]
+    errors = {
+        "last_logits": logits[-1] - prompt.last_logits,
+        "top10_logits": top10 - prompt.top10_logits,
+        "lse": lse - prompt.lse,
+        "logprobs": scored - lse[:-1] - prompt.logprobs,
+    }
+    for name, error in errors.items():
+        assert np.abs(error).max(initial=0) <= TOLERANCE, (prompt.name, name)
+    row = logits[-1]
+    for step, (token, gap) in enumerate(zip(prompt.greedy, prompt.greedy_gap, strict=True)):
+        if gap < 2 * TOLERANCE and row.argmax() != token:
+            break  # a tie within the tolerance: what follows is another text
+        assert row.argmax() == token, (prompt.name, step)
+        row = model.forward([token], cache)[0]
+
+
+@pytest.mark.parametrize("stem", [*TINY, SMOLLM2])
+def test_logits_and_greedy_text_are_those_of_llama_cpp(stem: str) -> None:
+    model = load(stem, "f32")
+    for prompt in prompts(stem):
+        check_prompt(model, prompt)
+
+
+@pytest.mark.parametrize("stem", [*TINY, SMOLLM2])
+def test_fp16_costs_what_rounding_costs(stem: str) -> None:
+    model = load(stem, "fp16")
+    for prompt in prompts(stem)[:5]:  # SmolLM2's long one would take most of the time
+        logits = model.forward(prompt.ids, model.new_cache(len(prompt.ids)))[0]
+        error = np.abs(logits - prompt.last_logits).max()
+        assert 5e-4 < error < FP16_TOLERANCE, prompt.name
+        assert kl(prompt.last_logits, logits) < FP16_KL, prompt.name
+
+
+def test_a_shifted_row_would_be_noticed() -> None:
+    """The prompts tell neighbouring positions apart by far more than the tolerance."""
+    prompt = prompts(TINY[0])[-1]
+    model = load(TINY[0], "f32")
+    logits = model.forward(prompt.ids, model.new_cache(len(prompt.ids)), logits="all")
+    assert np.abs(log_softmax(logits[-2]) - log_softmax(prompt.last_logits)).max() > 0.1
+
+
+@pytest.mark.parametrize("stem", ["tiny-llama-q4_k_m", "tiny-qwen3-q6_k", "tiny-rope-yarn4-q8_0"])
+@pytest.mark.parametrize("chunk", [1, 7, 64])
+def test_a_prompt_in_chunks_is_the_whole_prompt(stem: str, chunk: int) -> None:
+    model = load(stem, "f32")
+    ids = prompts(stem)[-1].ids
+    whole = model.forward(ids, model.new_cache(len(ids)), logits="all")
+    cache = model.new_cache(len(ids))
+    rows = [
+        model.forward(ids[first : first + chunk], cache, logits="all")
+        for first in range(0, len(ids), chunk)
+    ]
+    np.testing.assert_allclose(np.concatenate(rows), whole, rtol=0, atol=1e-4)

@@ -1,0 +1,329 @@
+"""What a model file may say, and what is refused by the name of the key or tensor that says it."""
+
+from __future__ import annotations
+
+import logging
+import re
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+from goldens import GOLDEN
+from models import FFN, HEADS, HIDDEN, LAYERS, VOCAB, tensors, write_model
+
+from pyruntime.errors import UnsupportedModelError
+from pyruntime.gguf.reader import GGUFFile
+from pyruntime.model.config import ARCHITECTURES, ModelConfig
+from pyruntime.model.rope import RopeConfig
+from pyruntime.model.tensors import tensor_shapes
+
+
+def config_of(path: Path) -> ModelConfig:
+    with GGUFFile.open(path) as file:
+        return ModelConfig.from_gguf(file)
+
+
+def refused(path: Path, *parts: str) -> None:
+    """Loading is refused with a text that names the file and holds all of `parts`."""
+    with pytest.raises(UnsupportedModelError, match=re.escape(path.name)) as caught:
+        config_of(path)
+    message = str(caught.value)
+    assert len(message) < 4000 and message.isprintable()
+    for part in parts:
+        assert part in message
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_a_model_of_each_architecture_is_read(tmp_path: Path, arch: str) -> None:
+    config = config_of(write_model(tmp_path / "m.gguf", arch))
+    assert config == ModelConfig(
+        arch=arch,
+        name="m",
+        layers=LAYERS,
+        hidden=HIDDEN,
+        heads=HEADS,
+        kv_heads=2,
+        head_dim=16,
+        ffn=FFN,
+        vocab=VOCAB,
+        context_length=128,
+        eps=float(np.float32(1e-5)),
+        tied=False,
+        qkv_bias=arch == "qwen2",
+        qk_norm=arch == "qwen3",
+        rope=RopeConfig(
+            style="interleaved" if arch == "llama" else "neox",
+            dim=16,
+            base=10000.0,
+            original_context=128,
+        ),
+    )
+    assert dict(tensor_shapes(config)) == {k: v.shape for k, v in tensors(arch).items()}
+
+
+def test_what_a_real_file_says() -> None:
+    config = config_of(GOLDEN / "tiny-qwen3-q4_k_m.gguf")
+    assert (config.name, config.head_dim, config.heads, config.hidden) == (
+        "tiny qwen3",
+        128,
+        4,
+        256,
+    )
+    assert config.tied and config.rope.base == 1e6
+    yarn = config_of(GOLDEN / "tiny-rope-yarn4-q8_0.gguf").rope
+    assert (yarn.scaling, yarn.factor, yarn.original_context) == ("yarn", 4.0, 64)
+    factors = config_of(GOLDEN / "tiny-rope-freqs-q8_0.gguf").rope.factors
+    assert len(factors) == 32 and max(factors) > 1
+
+
+@pytest.mark.parametrize(
+    "extra",
+    [
+        {"*.attention.head_count_kv": None},  # no GQA
+        {"*.embedding_length": np.uint64(HIDDEN), "*.block_count": np.int8(LAYERS)},
+        {"*.attention.layer_norm_rms_epsilon": np.float64(1e-6)},
+        {"*.rope.freq_base": 500000},
+        {"*.vocab_size": VOCAB, "*.rope.dimension_count": 16, "*.attention.value_length": 16},
+        {"*.tensor_data_layout": "Meta AI original pth", "*.rope.scaling.finetuned": True},
+        {"*.expert_count": 0, "*.attention.causal": True, "*.use_parallel_residual": False},
+        {"*.logit_scale": 1.0, "*.attention.sliding_window": 0, "*.attention.clamp_kqv": 0.0},
+        {"*.rope.scaling.type": "none", "general.type": "model", "llamas.context": 3},
+        {
+            "general.quantization_version": 2,
+            "general.name": 3,
+            "quantize.imatrix.file": "x",
+            "other": [1, 2],
+        },
+    ],
+    ids=lambda extra: next(iter(extra)),
+)
+def test_accepted_keys(tmp_path: Path, extra: dict[str, Any]) -> None:
+    changes: dict[str, Any] = {}
+    if "*.attention.head_count_kv" in extra:
+        rows = {"attn_k.weight", "attn_v.weight"}
+        square = np.zeros((HIDDEN, HIDDEN), np.float32)
+        changes = {f"blk.{i}.{name}": square for i in range(LAYERS) for name in rows}
+    path = write_model(tmp_path / "m.gguf", set_keys=extra, set_tensors=changes)
+    assert config_of(path).layers == LAYERS
+
+
+@pytest.mark.parametrize(
+    "key", ["context_length", "embedding_length", "block_count", "feed_forward_length",
+            "attention.head_count", "attention.layer_norm_rms_epsilon"]
+)  # fmt: skip
+def test_missing_keys(tmp_path: Path, key: str) -> None:
+    path = write_model(tmp_path / "m.gguf", "qwen2", set_keys={f"*.{key}": None})
+    refused(path, f"key 'qwen2.{key}': is missing")
+
+
+@pytest.mark.parametrize("arch", [None, 7, "gemma2", "Llama", "llama\n\x1b[31m", "x" * 5000])
+def test_architectures_that_are_unknown(tmp_path: Path, arch: Any) -> None:
+    path = write_model(tmp_path / "m.gguf", set_keys={"general.architecture": arch})
+    refused(path, "general.architecture", *(["llama, qwen2, qwen3"] if arch else []))
+
+
+NOT_POSITIVE = [0, -1, True, 1.5, "8", [4, 4]]
+NOT_A_POSITIVE_NUMBER = [0.0, -1.0, float("nan"), float("inf"), -float("inf"), 0, True, "1", [1.0]]
+
+
+@pytest.mark.parametrize("value", NOT_POSITIVE, ids=repr)
+@pytest.mark.parametrize(
+    "key", ["context_length", "embedding_length", "block_count", "feed_forward_length",
+            "attention.head_count", "attention.head_count_kv", "attention.key_length",
+            "attention.value_length", "rope.dimension_count", "vocab_size",
+            "rope.scaling.original_context_length"]
+)  # fmt: skip
+def test_integers_that_are_not_positive_integers(tmp_path: Path, key: str, value: Any) -> None:
+    refused(
+        write_model(tmp_path / "m.gguf", set_keys={f"*.{key}": value}),
+        "byte ",
+        f"key 'llama.{key}': is ",
+    )
+
+
+@pytest.mark.parametrize("value", NOT_A_POSITIVE_NUMBER, ids=repr)
+@pytest.mark.parametrize(
+    "key", ["attention.layer_norm_rms_epsilon", "rope.freq_base", "rope.scaling.factor",
+            "rope.scale_linear", "rope.scaling.attn_factor", "rope.scaling.yarn_beta_fast",
+            "rope.scaling.yarn_beta_slow"]
+)  # fmt: skip
+def test_numbers_that_are_not_finite_and_positive(tmp_path: Path, key: str, value: Any) -> None:
+    refused(
+        write_model(tmp_path / "m.gguf", set_keys={f"*.{key}": value}),
+        "byte ",
+        f"key 'llama.{key}': is ",
+    )
+
+
+@pytest.mark.parametrize(
+    ("extra", "parts"),
+    [
+        ({"*.attention.head_count": 3}, ["embedding_length", "64", "3 heads"]),
+        ({"*.attention.head_count_kv": 3}, ["head_count_kv': is 3", "4 heads"]),
+        ({"*.attention.head_count_kv": 8}, ["head_count_kv': is 8", "4 heads"]),
+        ({"*.attention.key_length": 15}, ["key_length", "15", "even"]),
+        ({"*.attention.value_length": 8}, ["value_length': is 8", "16"]),
+        ({"*.rope.dimension_count": 8}, ["dimension_count': is 8", "partial rotary"]),
+        ({"*.rope.dimension_count": 7}, ["dimension_count': is 7", "16"]),
+        ({"*.rope.dimension_count": 32}, ["dimension_count': is 32", "16"]),
+        (
+            {"*.block_count": LAYERS + 1},
+            ["'blk.2.attn_norm.weight': is missing", "block_count is 3"],
+        ),
+        ({"*.block_count": 1 << 31}, ["'blk.2.attn_norm.weight': is missing", "2147483648"]),
+        ({"*.vocab_size": VOCAB + 1}, ["vocab_size': is 49", "'token_embd.weight' has 48 rows"]),
+        ({"*.rope.freq_base": 1.0}, ["rope.freq_base': is 1.0", "greater than 1"]),
+        (
+            {"*.rope.scaling.type": "longrope"},
+            ["rope.scaling.type': is 'longrope'", "linear, yarn"],
+        ),
+        ({"*.rope.scaling.type": 3}, ["rope.scaling.type': is 3", "string"]),
+        (
+            {"*.rope.scaling.type": "none", "*.rope.scaling.factor": 2.0},
+            ["factor': is 2.0", "'none'"],
+        ),
+    ],
+    ids=lambda case: "-".join(map(str, next(iter(case.items())))) if isinstance(case, dict) else "",
+)
+def test_values_that_contradict_each_other_or_are_unknown(
+    tmp_path: Path, extra: dict[str, Any], parts: list[str]
+) -> None:
+    refused(write_model(tmp_path / "m.gguf", set_keys=extra), *parts)
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("attention.sliding_window", 4096),
+        ("attention.sliding_window_pattern", [1, 0]),
+        ("attn_logit_softcapping", 50.0),
+        ("final_logit_softcapping", 30.0),
+        ("expert_count", 8),
+        ("expert_used_count", 2),
+        ("attention.max_alibi_bias", 8.0),
+        ("use_parallel_residual", True),
+        ("attention.scale", 0.015625),
+        ("attention.causal", False),
+        ("attention.clamp_kqv", 8.0),
+        ("embedding_scale", 12.0),
+        ("residual_scale", 0.22),
+        ("logit_scale", float("nan")),
+        ("logit_scale", "1"),
+        ("pooling_type", 3),
+        ("attention.layer_norm_epsilon", 1e-5),
+        ("rope.dimension_sections", [16, 24, 24]),
+        ("rope.freq_base_swa", 10000.0),
+        ("rope.scaling.yarn_log_multiplier", 0.1),
+        ("rope.scaling.yarn_ext_factor", 0.5),
+        ("an.option\nof tomorrow", 1),
+    ],
+)
+def test_options_that_would_be_ignored(tmp_path: Path, option: str, value: Any) -> None:
+    path = write_model(tmp_path / "m.gguf", set_keys={f"*.{option}": value})
+    refused(path, "llama." + option.replace("\n", "\\n"), "not supported")
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_every_missing_tensor(tmp_path: Path, arch: str) -> None:
+    for name in tensors(arch):
+        if name != "output.weight":
+            path = write_model(tmp_path / "m.gguf", arch, set_tensors={name: None})
+            refused(path, f"tensor '{name}': is missing")
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_every_tensor_of_a_wrong_shape(tmp_path: Path, arch: str) -> None:
+    for name, value in tensors(arch).items():
+        wrong = np.zeros((*value.shape[:-1], value.shape[-1] + 32), np.float32)
+        path = write_model(tmp_path / "m.gguf", arch, set_tensors={name: wrong})
+        refused(path, f"tensor '{name}'", str(list(wrong.shape)), str(list(value.shape)))
+
+
+def test_a_transposed_matrix(tmp_path: Path) -> None:
+    down = np.zeros((FFN, HIDDEN), np.float32)
+    path = write_model(tmp_path / "m.gguf", set_tensors={"blk.1.ffn_down.weight": down})
+    refused(path, "'blk.1.ffn_down.weight': has shape [96, 64], expected [64, 96]")
+
+
+def test_tied_and_untied_output(tmp_path: Path) -> None:
+    assert not config_of(write_model(tmp_path / "both.gguf")).tied
+    path = write_model(tmp_path / "tied.gguf", set_tensors={"output.weight": None})
+    assert config_of(path).tied
+    assert "output.weight" not in dict(tensor_shapes(config_of(path)))
+
+
+@pytest.mark.parametrize(
+    ("kind", "value"),
+    [
+        ("F64", np.zeros((HIDDEN, FFN), np.float64)),
+        ("I8", np.zeros((HIDDEN, FFN), np.int8)),
+        ("I32", np.zeros((HIDDEN, FFN), np.int32)),
+        ("TQ2_0", (np.zeros((256, 66), np.uint8), gguf.GGMLQuantizationType.TQ2_0)),
+    ],
+)
+def test_types_that_hold_no_supported_weights(tmp_path: Path, kind: str, value: Any) -> None:
+    path = write_model(tmp_path / "m.gguf", set_tensors={"blk.0.ffn_down.weight": value})
+    refused(path, "'blk.0.ffn_down.weight'", kind, "Q4_K")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "blk.0.attn_q.bias",  # llama has none
+        "blk.1.ffn_down.bias",
+        "blk.0.attn_q.scale",
+        "blk.0.attn_k_norm.weight",
+        "output_norm.bias",
+        "output.bias",
+        "rope_factors_long.weight",
+        "blk.0.attn_sinks.weight",
+        "blk.1.ffn_gate_inp.weight",
+    ],
+)
+def test_tensors_that_would_change_the_result(tmp_path: Path, name: str) -> None:
+    path = write_model(tmp_path / "m.gguf", set_tensors={name: np.ones(4, np.float32)})
+    refused(path, f"tensor '{name}'", "llama")
+
+
+def test_unknown_tensors_are_skipped_with_one_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    extra = ["vision.patch.weight", "blk.0.mystery.weight", f"blk.{LAYERS}.attn_q.weight"]
+    path = write_model(
+        tmp_path / "m.gguf", set_tensors={name: np.ones(4, np.float32) for name in extra}
+    )
+    with caplog.at_level(logging.WARNING, "pyruntime"):
+        config_of(path)
+    (record,) = caplog.records
+    assert "3 unknown tensors" in record.getMessage()
+    assert "'vision.patch.weight'" in record.getMessage()
+
+
+def test_a_clean_file_warns_of_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    config_of(write_model(tmp_path / "m.gguf"))
+    assert not caplog.records
+
+
+def test_old_and_new_names_of_linear_scaling(tmp_path: Path) -> None:
+    for extra in (
+        {"*.rope.scale_linear": 4.0},
+        {"*.rope.scaling.factor": 4.0},
+        {"*.rope.scaling.type": "linear", "*.rope.scaling.factor": 4.0},
+    ):
+        rope = config_of(write_model(tmp_path / "m.gguf", set_keys=extra)).rope
+        assert (rope.scaling, rope.factor) == ("linear", 4.0)
+
+
+def test_llama3_frequency_factors(tmp_path: Path) -> None:
+    name = "rope_freqs.weight"
+    factors = np.linspace(1, 8, 8, dtype=np.float32)
+    path = write_model(tmp_path / "m.gguf", set_tensors={name: factors})
+    assert config_of(path).rope.factors == tuple(factors.tolist())
+    path = write_model(tmp_path / "m.gguf", set_tensors={name: factors[:4]})
+    refused(path, f"'{name}': has shape [4], expected [8]")
+    for bad in (0.0, -1.0, np.nan, np.inf):
+        factors[3] = bad
+        path = write_model(tmp_path / "m.gguf", set_tensors={name: factors})
+        refused(path, f"'{name}'", "not finite and positive")

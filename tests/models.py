@@ -1,0 +1,111 @@
+"""Small GGUF files with random weights, written for one test, and ways to spoil them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+
+VOCAB, HIDDEN, HEADS, KV_HEADS, FFN, LAYERS = 48, 64, 4, 2, 96, 2
+
+
+def keys(arch: str) -> dict[str, Any]:
+    """The metadata of a small model of architecture `arch`."""
+    return {
+        "general.architecture": arch,
+        f"{arch}.context_length": 128,
+        f"{arch}.embedding_length": HIDDEN,
+        f"{arch}.block_count": LAYERS,
+        f"{arch}.feed_forward_length": FFN,
+        f"{arch}.attention.head_count": HEADS,
+        f"{arch}.attention.head_count_kv": KV_HEADS,
+        f"{arch}.attention.layer_norm_rms_epsilon": 1e-5,
+    }
+
+
+def tensors(arch: str, *, head_dim: int = HIDDEN // HEADS) -> dict[str, np.ndarray]:
+    """Its weights, float32: matrices ~ N(0, 1/inputs), norms near 1."""
+    random = np.random.default_rng(7)
+    q, kv = HEADS * head_dim, KV_HEADS * head_dim
+    shapes: dict[str, tuple[int, ...]] = {"token_embd.weight": (VOCAB, HIDDEN)}
+    for layer in range(LAYERS):
+        block: dict[str, tuple[int, ...]] = {
+            "attn_norm.weight": (HIDDEN,),
+            "attn_q.weight": (q, HIDDEN),
+            "attn_k.weight": (kv, HIDDEN),
+            "attn_v.weight": (kv, HIDDEN),
+            "attn_output.weight": (HIDDEN, q),
+            "ffn_norm.weight": (HIDDEN,),
+            "ffn_gate.weight": (FFN, HIDDEN),
+            "ffn_up.weight": (FFN, HIDDEN),
+            "ffn_down.weight": (HIDDEN, FFN),
+        }
+        if arch == "qwen2":
+            block |= {"attn_q.bias": (q,), "attn_k.bias": (kv,), "attn_v.bias": (kv,)}
+        if arch == "qwen3":
+            block |= {"attn_q_norm.weight": (head_dim,), "attn_k_norm.weight": (head_dim,)}
+        shapes |= {f"blk.{layer}.{name}": shape for name, shape in block.items()}
+    shapes |= {"output_norm.weight": (HIDDEN,), "output.weight": (VOCAB, HIDDEN)}
+    result = {}
+    for name, shape in shapes.items():
+        values = random.standard_normal(shape).astype(np.float32)
+        if name.endswith("norm.weight"):
+            values = 1 + values / 10
+        elif len(shape) == 2:
+            values /= np.sqrt(np.float32(shape[1]))
+        result[name] = values
+    return result
+
+
+def write_model(
+    path: Path,
+    arch: str = "llama",
+    *,
+    set_keys: Mapping[str, Any] | None = None,
+    set_tensors: Mapping[str, Any] | None = None,
+    head_dim: int = HIDDEN // HEADS,
+) -> Path:
+    """Write the small model, with keys and tensors replaced or added; None removes one.
+
+    In key names `*` stands for the architecture. Values are stored as Python's types suggest
+    (int as u32, or u64 where it must; float as f32); a NumPy scalar chooses another width. A
+    tensor may be a pair (bytes as uint8 [rows, bytes per row], ggml type).
+    """
+    metadata = keys(arch)
+    metadata |= {key.replace("*", arch): value for key, value in (set_keys or {}).items()}
+    writer = gguf.GGUFWriter(path, arch)
+    writer.kv_data[0].clear()
+    for key, value in metadata.items():
+        if value is not None:
+            _add_key(writer, key, value)
+    for name, value in (tensors(arch, head_dim=head_dim) | dict(set_tensors or {})).items():
+        if isinstance(value, tuple):
+            writer.add_tensor(name, value[0], raw_dtype=value[1])
+        elif value is not None:
+            writer.add_tensor(name, value)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def _add_key(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
+    kind = gguf.GGUFValueType
+    if isinstance(value, np.generic):
+        code = {"u": "UINT", "i": "INT", "f": "FLOAT"}[value.dtype.kind]
+        writer.add_key_value(key, value.item(), kind[f"{code}{value.itemsize * 8}"])
+    elif isinstance(value, bool):
+        writer.add_key_value(key, value, kind.BOOL)
+    elif isinstance(value, int):
+        fits = 0 <= value < 1 << 32
+        writer.add_key_value(key, value, kind.UINT32 if fits else kind.INT64)
+    elif isinstance(value, float):
+        writer.add_key_value(key, value, kind.FLOAT32)
+    elif isinstance(value, str):
+        writer.add_key_value(key, value, kind.STRING)
+    else:
+        writer.add_array(key, value)
