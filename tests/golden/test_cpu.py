@@ -23,8 +23,8 @@ def load(stem: str, precision: str) -> ReferenceModel:
         return ReferenceModel(file, ModelConfig.from_gguf(file), precision=precision)
 
 
-def check_prompt(model: ReferenceModel, prompt: Prompt) -> None:
-    """All positions of the prompt, then its greedy continuation one token at a time."""
+def check_prompt(model: ReferenceModel, prompt: Prompt, chunk: int) -> None:
+    """All positions of the prompt, then its greedy continuation, `chunk` tokens at a time."""
     cache = model.new_cache(len(prompt.ids) + len(prompt.greedy))
     logits = model.forward(prompt.ids, cache, logits="all")
     lse = log_sum_exp(logits)
@@ -38,19 +38,20 @@ def check_prompt(model: ReferenceModel, prompt: Prompt) -> None:
     }
     for name, error in errors.items():
         assert np.abs(error).max(initial=0) <= TOLERANCE, (prompt.name, name)
-    row = logits[-1]
-    for step, (token, gap) in enumerate(zip(prompt.greedy, prompt.greedy_gap, strict=True)):
-        if gap < 2 * TOLERANCE and row.argmax() != token:
-            break  # a tie within the tolerance: what follows is another text
-        assert row.argmax() == token, (prompt.name, step)
-        row = model.forward([token], cache)[0]
+    rows = [logits[-1:]]
+    for first in range(0, len(prompt.greedy) - 1, chunk):
+        tokens = prompt.greedy[:-1][first : first + chunk]
+        rows.append(model.forward(tokens, cache, logits="all"))
+    wrong = np.flatnonzero(np.concatenate(rows).argmax(axis=1) != prompt.greedy)
+    # Two tokens closer than the tolerance may change places.
+    assert np.all(prompt.greedy_gap[wrong] < 2 * TOLERANCE), (prompt.name, wrong)
 
 
 @pytest.mark.parametrize("stem", [*TINY, SMOLLM2])
 def test_logits_and_greedy_text_are_those_of_llama_cpp(stem: str) -> None:
     model = load(stem, "f32")
     for prompt in prompts(stem):
-        check_prompt(model, prompt)
+        check_prompt(model, prompt, chunk=8 if stem == SMOLLM2 else 1)
 
 
 @pytest.mark.parametrize("stem", [*TINY, SMOLLM2])

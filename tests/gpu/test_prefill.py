@@ -8,12 +8,12 @@ from contextlib import contextmanager
 import numpy as np
 import pytest
 from goldens import SMOLLM2, TINY, Prompt, kl, log_sum_exp, model_path, prompts
-from pyruntime.model.config import ModelConfig
-from pyruntime.reference.model import ReferenceModel
 
 from pyruntime import Engine
 from pyruntime.errors import NumericalError
 from pyruntime.gguf import GGUFFile
+from pyruntime.model.config import ModelConfig
+from pyruntime.reference.model import ReferenceModel
 
 # On SmolLM2 an ideal fp16 path is off by 0.04 and 1e-5 (measured in NumPy); twice to thrice that.
 SMOLLM2_LOGIT, SMOLLM2_KL = 0.08, 3e-5
