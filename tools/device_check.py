@@ -122,7 +122,7 @@ def _tree_hash(folder: str) -> str:
 
 def _pytest(marker: str, *, prefix: tuple[str, ...] = (), timeout: int) -> dict[str, Any]:
     command = [
-        *prefix, sys.executable, "-m", "pytest", "-q", "-m", marker, "-p", "no:cacheprovider",
+        *prefix, sys.executable, "-P", "-m", "pytest", "-q", "-m", marker, "-p", "no:cacheprovider",
         "--timeout", str(timeout), "tests",
     ]  # fmt: skip
     run = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
