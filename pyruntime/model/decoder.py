@@ -144,7 +144,7 @@ class Decoder:
             )  # fmt: skip
             gemm(
                 p, lib, a=act["swiglu"], w=weights["down"], c=x,
-                rows=count, max_rows=rows, epilogue="add", alpha=1 / DOWN_SCALE,
+                rows=count, max_rows=rows, epilogue="add", scale=1 / DOWN_SCALE,
             )  # fmt: skip
         self._norm(p, x, w.outer["output_norm"], count, rows, c.layers * len(SITES))
         return p
