@@ -14,8 +14,8 @@ __device__ __forceinline__ uint32_t shared_address(const void* p) {
 // cp.async (9.7.9.25.3): 16 bytes from global to shared memory, the last 16 - `bytes` of them
 // zeroed; L2 may fetch the whole 128-byte line.
 __device__ __forceinline__ void copy_async_16(uint32_t shared, const void* global, int bytes) {
-  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;\n" ::"r"(shared), "l"(global),
-               "r"(bytes)
+  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;\n" ::"r"(shared),
+               "l"(global), "r"(bytes)
                : "memory");
 }
 
@@ -33,7 +33,8 @@ __device__ __forceinline__ void copy_async_wait() {
   asm volatile("cp.async.wait_group %0;\n" ::"n"(Pending) : "memory");
 }
 
-// ldmatrix (9.7.14.5.15): four 8x8 fp16 matrices; lane i gives the address of row i % 8 of matrix i / 8.
+// ldmatrix (9.7.14.5.15): four 8x8 fp16 matrices; lane i has the address of row i % 8 of matrix
+// i / 8.
 __device__ __forceinline__ void load_matrix_x4(uint32_t (&r)[4], uint32_t shared) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];\n"
                : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
