@@ -167,7 +167,7 @@ class Engine:
 
         with GGUFFile.open(resolve(model)) as file:
             config = ModelConfig.from_gguf(file)
-        return device_bytes(config, *_sizes(config, max_tokens, kv_tokens))
+            return device_bytes(file, config, *_sizes(config, max_tokens, kv_tokens))
 
     @property
     def has_vocabulary(self) -> bool:

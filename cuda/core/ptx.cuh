@@ -11,11 +11,16 @@ __device__ __forceinline__ uint32_t shared_address(const void* p) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(p));
 }
 
-// cp.async (9.7.9.25.3): 16 bytes from global to shared memory, the last 16 - `bytes` of them zeroed.
-__device__ __forceinline__ void copy_async_16(void* shared, const void* global, int bytes) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;\n" ::"r"(shared_address(shared)),
+// cp.async (9.7.9.25.3): 16 bytes from global to shared memory, the last 16 - `bytes` of them
+// zeroed; L2 may fetch the whole 128-byte line.
+__device__ __forceinline__ void copy_async_16(uint32_t shared, const void* global, int bytes) {
+  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;\n" ::"r"(shared),
                "l"(global), "r"(bytes)
                : "memory");
+}
+
+__device__ __forceinline__ void copy_async_16(void* shared, const void* global, int bytes) {
+  copy_async_16(shared_address(shared), global, bytes);
 }
 
 __device__ __forceinline__ void copy_async_commit() {
@@ -28,12 +33,17 @@ __device__ __forceinline__ void copy_async_wait() {
   asm volatile("cp.async.wait_group %0;\n" ::"n"(Pending) : "memory");
 }
 
-// ldmatrix (9.7.14.5.15): four 8x8 fp16 matrices; lane i gives the address of row i % 8 of matrix i / 8.
-__device__ __forceinline__ void load_matrix_x4(uint32_t (&r)[4], const void* shared) {
+// ldmatrix (9.7.14.5.15): four 8x8 fp16 matrices; lane i has the address of row i % 8 of matrix
+// i / 8.
+__device__ __forceinline__ void load_matrix_x4(uint32_t (&r)[4], uint32_t shared) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];\n"
                : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
-               : "r"(shared_address(shared))
+               : "r"(shared)
                : "memory");
+}
+
+__device__ __forceinline__ void load_matrix_x4(uint32_t (&r)[4], const void* shared) {
+  load_matrix_x4(r, shared_address(shared));
 }
 
 __device__ __forceinline__ void load_matrix_x4_transposed(uint32_t (&r)[4], const void* shared) {

@@ -7,7 +7,8 @@ __device__ __forceinline__ float warp_sum(float v) {
   return v;
 }
 
-// Sum over a block of `Threads` threads; `partial` is a plane of Threads / 32 floats. Every thread gets it.
+// Sum over a block of `Threads` threads; `partial` is a plane of Threads / 32 floats. Every thread
+// gets it.
 template <int Threads>
 __device__ __forceinline__ float block_sum(float v, float* partial) {
   v = warp_sum(v);

@@ -1,9 +1,9 @@
 // The contract that travels inside the cubin.
 //
-// Each kernel family states its shared memory once (a list of planes) and its parameters once (a list of
-// fields). The lists declare `struct Smem` and `struct Params`, and export what they declared as text in
-// a constant object `<kernel>_spec`, which the host reads from the ELF bytes: threads, shared bytes,
-// parameter offsets and the plane map are never written down a second time.
+// Each kernel family states its shared memory once (a list of planes) and its parameters once (a
+// list of fields). The lists declare `struct Smem` and `struct Params`, and export what they
+// declared as text in a constant object `<kernel>_spec`, which the host reads from the ELF bytes:
+// threads, shared bytes, parameter offsets and the plane map are never written down a second time.
 #pragma once
 
 #include <cuda_fp16.h>
@@ -24,13 +24,20 @@ struct alignas(64) TensorMap {
 // One letter per parameter type; pyruntime/cubin/spec.py holds the other half of this table.
 template <class T>
 constexpr char code() {
-  if constexpr (std::is_pointer_v<T>) return 'P';
-  else if constexpr (std::is_same_v<T, int32_t>) return 'i';
-  else if constexpr (std::is_same_v<T, uint32_t>) return 'u';
-  else if constexpr (std::is_same_v<T, int64_t>) return 'l';
-  else if constexpr (std::is_same_v<T, float>) return 'f';
-  else if constexpr (std::is_same_v<T, TensorMap>) return 'T';
-  else static_assert(sizeof(T) == 0, "no letter for this parameter type");
+  if constexpr (std::is_pointer_v<T>)
+    return 'P';
+  else if constexpr (std::is_same_v<T, int32_t>)
+    return 'i';
+  else if constexpr (std::is_same_v<T, uint32_t>)
+    return 'u';
+  else if constexpr (std::is_same_v<T, int64_t>)
+    return 'l';
+  else if constexpr (std::is_same_v<T, float>)
+    return 'f';
+  else if constexpr (std::is_same_v<T, TensorMap>)
+    return 'T';
+  else
+    static_assert(sizeof(T) == 0, "no letter for this parameter type");
 }
 
 // Text built at compile time: space-separated items.
@@ -61,8 +68,10 @@ struct Tile : Text<128> {
   template <class V>
   constexpr Tile& with(const char* name, V value) {
     item().put(name).put("=");
-    if constexpr (std::is_integral_v<V>) put(size_t(value));
-    else put(value);
+    if constexpr (std::is_integral_v<V>)
+      put(size_t(value));
+    else
+      put(value);
     return *this;
   }
 };
@@ -82,7 +91,8 @@ struct Planes : Text<1024> {
   template <class M>
   constexpr Planes& plane(const char* name, size_t offset, const char* on = nullptr) {
     using Element = std::remove_all_extents_t<M>;
-    constexpr size_t columns = std::rank_v<M> ? std::extent_v<M, std::rank_v<M> ? std::rank_v<M> - 1 : 0> : 1;
+    constexpr size_t columns = std::rank_v<M>                  ? std::extent_v < M,
+                     std::rank_v<M> ? std::rank_v<M> - 1 : 0 > : 1;
     item().put(name).put("@").put(offset).put("+").put(sizeof(M));
     put("/").put(columns * sizeof(Element)).put("*").put(sizeof(Element));
     if (on) put("=").put(on);
@@ -98,7 +108,15 @@ struct Spec {
 
 template <class K>
 constexpr Spec of() {
-  Spec r{kMagic, kAbi, K::kThreads, K::kMinBlocks, uint32_t(K::planes().end), uint32_t(sizeof(typename K::Params)), {}, {}, {}};
+  Spec r{kMagic,
+         kAbi,
+         K::kThreads,
+         K::kMinBlocks,
+         uint32_t(K::planes().end),
+         uint32_t(sizeof(typename K::Params)),
+         {},
+         {},
+         {}};
   constexpr auto tile = K::tile();
   constexpr auto signature = K::signature();
   constexpr auto planes = K::planes();
@@ -120,38 +138,42 @@ __device__ __forceinline__ Smem& shared() {
 // PARAMS(P): P(type, name) per field.
 #define SPEC_FIELD(type, name) type name;
 #define SPEC_SIGN(type, name) .field(#name, ::spec::code<type>(), offsetof(Params, name))
-#define SPEC_PARAMS(LIST)                           \
-  struct Params {                                   \
-    LIST(SPEC_FIELD)                                \
-  };                                                \
-  static constexpr ::spec::Signature signature() {  \
-    return ::spec::Signature {} LIST(SPEC_SIGN);    \
+#define SPEC_PARAMS(LIST)                          \
+  struct Params {                                  \
+    LIST(SPEC_FIELD)                               \
+  };                                               \
+  static constexpr ::spec::Signature signature() { \
+    return ::spec::Signature {}                    \
+    LIST(SPEC_SIGN);                               \
   }
 
-// PLANES(P, A): P(align, type, name, dims) for a plane of its own, A(on, type, name, dims) for one that
-// reuses the memory of plane `on` from its start (it may be larger: the end of the longest counts).
+// PLANES(P, A): P(align, type, name, dims) for a plane of its own, A(on, type, name, dims) for one
+// that reuses the memory of plane `on` from its start (it may be larger: the end of the longest
+// counts).
 #define SPEC_MEMBER(align, type, name, ...) alignas(align) type name __VA_ARGS__;
-#define SPEC_ALIAS(on, type, name, ...)     \
-  typedef type name##_plane __VA_ARGS__;    \
+#define SPEC_ALIAS(on, type, name, ...)  \
+  typedef type name##_plane __VA_ARGS__; \
   __device__ name##_plane& name() { return *reinterpret_cast<name##_plane*>(&this->on); }
-#define SPEC_MAP(align, type, name, ...) .template plane<decltype(Smem::name)>(#name, offsetof(Smem, name))
+#define SPEC_MAP(align, type, name, ...) \
+  .template plane<decltype(Smem::name)>(#name, offsetof(Smem, name))
 #define SPEC_MAP_ALIAS(on, type, name, ...) \
   .template plane<typename Smem::name##_plane>(#name, offsetof(Smem, on), #on)
-#define SPEC_SMEM(LIST)                                 \
-  struct Smem {                                         \
-    LIST(SPEC_MEMBER, SPEC_ALIAS)                       \
-  };                                                    \
-  static constexpr ::spec::Planes planes() {            \
-    return ::spec::Planes {} LIST(SPEC_MAP, SPEC_MAP_ALIAS); \
+#define SPEC_SMEM(LIST)                      \
+  struct Smem {                              \
+    LIST(SPEC_MEMBER, SPEC_ALIAS)            \
+  };                                         \
+  static constexpr ::spec::Planes planes() { \
+    return ::spec::Planes {}                 \
+    LIST(SPEC_MAP, SPEC_MAP_ALIAS);          \
   }
 #define SPEC_NO_SMEM \
   static constexpr ::spec::Planes planes() { return {}; }
 
 // The entry point and its exported spec. `...` is a family type with kThreads, kMinBlocks, tile(),
 // SPEC_PARAMS, SPEC_SMEM or SPEC_NO_SMEM, and `static __device__ void run(const Params&)`.
-#define KERNEL(name, ...)                                                                         \
+#define KERNEL(name, ...)                                                                          \
   extern "C" __global__ void __launch_bounds__((__VA_ARGS__::kThreads), (__VA_ARGS__::kMinBlocks)) \
-      name(const __grid_constant__ __VA_ARGS__::Params p) {                                       \
-    __VA_ARGS__::run(p);                                                                          \
-  }                                                                                               \
+      name(const __grid_constant__ __VA_ARGS__::Params p) {                                        \
+    __VA_ARGS__::run(p);                                                                           \
+  }                                                                                                \
   extern "C" __device__ constexpr ::spec::Spec name##_spec = ::spec::of<__VA_ARGS__>();

@@ -1,36 +1,37 @@
-// From the fused q,k,v product to attention's inputs: add the bias, normalise q and k per head where the
-// model does (Qwen3), rotate q and k by position, and store q for attention and k, v into the cache.
+// From the fused q,k,v product to attention's inputs: add the bias, normalise q and k per head
+// where the model does (Qwen3), rotate q and k by position, and store q for attention and k, v into
+// the cache.
 //
 //   (a, b) -> (a cos t - b sin t, a sin t + b cos t),  t = position * inverse frequency [pair]
 //
-// A pair is (2i, 2i + 1) in `interleaved` models (Llama) and (i, i + head_dim / 2) otherwise (NeoX).
-// Grid: (rows, groups of kThreads / 32 heads); one warp per head, q heads first, then k, then v.
-// Bytes: 4 read and 2 written per element.
+// A pair is (2i, 2i + 1) in `interleaved` models (Llama) and (i, i + head_dim / 2) otherwise
+// (NeoX). Grid: (rows, groups of kThreads / 32 heads); one warp per head, q heads first, then k,
+// then v. Bytes: 4 read and 2 written per element.
 #pragma once
 
 #include "../core/live.cuh"
 #include "../core/reduce.cuh"
 #include "../core/spec.cuh"
 
-#define ROPE_PARAMS(P)                                                             \
-  P(const Live*, live)                                                             \
-  P(const Sequence*, sequences)                                                    \
-  P(const int32_t*, sequence_of) /* [rows] index into sequences */                 \
-  P(const int32_t*, positions)   /* [rows] */                                      \
-  P(const float*, qkv)           /* [rows][(heads + 2 kv_heads) head_dim] */       \
-  P(const float*, bias)          /* [(heads + 2 kv_heads) head_dim] or null */     \
-  P(const float*, q_norm)        /* [head_dim] or null */                          \
-  P(const float*, k_norm)        /* [head_dim] or null */                          \
-  P(const float*, cosines)       /* [positions][head_dim / 2] */                   \
-  P(const float*, sines)         /* [positions][head_dim / 2] */                   \
-  P(__half*, q)                  /* [rows][heads][head_dim] */                     \
-  P(int32_t*, overflow)          /* lowest site out of fp16 range */               \
-  P(int32_t, layer)                                                                \
-  P(int32_t, heads)                                                                \
-  P(int32_t, kv_heads)                                                             \
-  P(int32_t, head_dim)                                                             \
-  P(int32_t, interleaved)                                                          \
-  P(int32_t, site)               /* of q; k and v follow */                        \
+#define ROPE_PARAMS(P)                                                         \
+  P(const Live*, live)                                                         \
+  P(const Sequence*, sequences)                                                \
+  P(const int32_t*, sequence_of) /* [rows] index into sequences */             \
+  P(const int32_t*, positions)   /* [rows] */                                  \
+  P(const float*, qkv)           /* [rows][(heads + 2 kv_heads) head_dim] */   \
+  P(const float*, bias)          /* [(heads + 2 kv_heads) head_dim] or null */ \
+  P(const float*, q_norm)        /* [head_dim] or null */                      \
+  P(const float*, k_norm)        /* [head_dim] or null */                      \
+  P(const float*, cosines)       /* [positions][head_dim / 2] */               \
+  P(const float*, sines)         /* [positions][head_dim / 2] */               \
+  P(__half*, q)                  /* [rows][heads][head_dim] */                 \
+  P(int32_t*, overflow)          /* lowest site out of fp16 range */           \
+  P(int32_t, layer)                                                            \
+  P(int32_t, heads)                                                            \
+  P(int32_t, kv_heads)                                                         \
+  P(int32_t, head_dim)                                                         \
+  P(int32_t, interleaved)                                                      \
+  P(int32_t, site) /* of q; k and v follow */                                  \
   P(float, eps)
 
 template <int MaxHeadDim, int Threads>

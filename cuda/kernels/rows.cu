@@ -1,5 +1,6 @@
 #include "rows.cuh"
 
-#define EMBED(threads) KERNEL(rows_embed_t##threads, Embed<threads>)
+#define EMBED(type, threads) \
+  KERNEL(rows_embed_##type##_t##threads, Embed<quant::block_##type, threads>)
 #define GATHER(threads) KERNEL(rows_gather_t##threads, Gather<threads>)
 #include "../table.def"

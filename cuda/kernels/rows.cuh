@@ -1,41 +1,49 @@
 // Rows picked from one array and set in another: token embeddings in, wanted rows out.
 //
-//   embed:  x[r] = table[ids[r]]                              r < *rows, fp16 to f32
+//   embed:  x[r] = table[ids[r]]                              r < *rows, packed to f32
 //   gather: x_out[r] = x[index[r]], a_out[r] = a[index[r]]    r < *wanted
 //
+// Embeddings are unpacked as they are, not through fp16: they start the residual stream.
 // Grid: one block per row; threads stride over it 16 bytes at a time (every width is a multiple of
-// 8). Bytes: embed 6 per element, gather 8 per element of x and 4 per element of a.
+// 8). Bytes: embed a block read and 4 per element, gather 8 per element of x and 4 of a.
 #pragma once
 
 #include "../core/spec.cuh"
+#include "../quant/unpack.cuh"
 
-#define EMBED_PARAMS(P)                                   \
-  P(const int32_t*, rows) /* device count of live rows */ \
-  P(const int32_t*, ids)  /* [rows] */                    \
-  P(const __half*, table) /* [vocabulary][columns] */     \
-  P(float*, x)            /* [rows][columns] */           \
+#define EMBED_PARAMS(P)                                               \
+  P(const int32_t*, rows)  /* device count of live rows */            \
+  P(const int32_t*, ids)   /* [rows] */                               \
+  P(const uint8_t*, table) /* [vocabulary][columns / block] blocks */ \
+  P(float*, x)             /* [rows][columns] */                      \
   P(int32_t, columns)
 
-template <int Threads>
+template <class Block, int Threads>
 struct Embed {
   static constexpr int kThreads = Threads, kMinBlocks = 1;
-  static constexpr spec::Tile tile() { return spec::Tile{}.with("op", "embed"); }
+  static constexpr int kBlockUnits = Block::kElements / 8;  // a unit is eight weights
+  static constexpr spec::Tile tile() {
+    return spec::Tile{}
+        .with("op", "embed")
+        .with("type", Block::kType)
+        .with("block", Block::kElements)
+        .with("bytes", sizeof(Block));
+  }
   SPEC_PARAMS(EMBED_PARAMS)
   SPEC_NO_SMEM
 
   static __device__ void run(const Params& p) {
     const int64_t row = blockIdx.x;
     if (row >= *p.rows) return;
-    const uint4* in = reinterpret_cast<const uint4*>(p.table + int64_t(p.ids[row]) * p.columns);
+    const int units = p.columns / 8;
+    const Block* in = reinterpret_cast<const Block*>(p.table) +
+                      int64_t(p.ids[row]) * (p.columns / Block::kElements);
     float4* out = reinterpret_cast<float4*>(p.x + row * p.columns);
-    for (int i = threadIdx.x; i < p.columns / 8; i += kThreads) {
-      const uint4 packed = in[i];
-      const __half2* h = reinterpret_cast<const __half2*>(&packed);
-#pragma unroll
-      for (int j = 0; j < 2; ++j) {
-        const float2 a = __half22float2(h[2 * j]), b = __half22float2(h[2 * j + 1]);
-        out[2 * i + j] = make_float4(a.x, a.y, b.x, b.y);
-      }
+    for (int unit = threadIdx.x; unit < units; unit += kThreads) {
+      float w[8];
+      quant::unpack(in[unit / kBlockUnits], unit % kBlockUnits, w);
+      out[2 * unit] = make_float4(w[0], w[1], w[2], w[3]);
+      out[2 * unit + 1] = make_float4(w[4], w[5], w[6], w[7]);
     }
   }
 };

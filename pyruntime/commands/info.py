@@ -76,7 +76,7 @@ def _needs(file: GGUFFile) -> dict[str, Any]:
     return {
         "supported": True,
         "reason": None,
-        "memory": {"tokens": tokens, **device_bytes(config, tokens, tokens)},
+        "memory": {"tokens": tokens, **device_bytes(file, config, tokens, tokens)},
     }
 
 

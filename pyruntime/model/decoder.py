@@ -103,7 +103,7 @@ class Decoder:
             program,
             self._library,
             a=self.activations["normed"],
-            w=self._weights.output,
+            w=self._weights.outer["output"],
             c=logits,
             rows=self.live.wanted,
             max_rows=logits.shape[0],
@@ -144,7 +144,7 @@ class Decoder:
             )  # fmt: skip
             gemm(
                 p, lib, a=act["swiglu"], w=weights["down"], c=x,
-                rows=count, max_rows=rows, epilogue="add", alpha=1 / DOWN_SCALE,
+                rows=count, max_rows=rows, epilogue="add", scale=1 / DOWN_SCALE,
             )  # fmt: skip
         self._norm(p, x, w.outer["output_norm"], count, rows, c.layers * len(SITES))
         return p

@@ -30,7 +30,7 @@ from pyruntime.model.weights import Weights, weight_bytes
 from pyruntime.ops.attention import supported_head_dims
 
 if TYPE_CHECKING:
-    from pyruntime.gguf.reader import GGUFFile
+    from pyruntime.gguf import GGUFFile
 
 
 class _Closable(Protocol):
@@ -63,10 +63,10 @@ class Cache:
         self.v.close()
 
 
-def device_bytes(c: ModelConfig, max_tokens: int, kv_tokens: int) -> dict[str, int]:
+def device_bytes(file: GGUFFile, c: ModelConfig, max_tokens: int, kv_tokens: int) -> dict[str, int]:
     """Device bytes by category that `GpuModel` and one cache of `kv_tokens` allocate for good."""
     return {
-        "weights": weight_bytes(c),
+        "weights": weight_bytes(c, file.tensors["token_embd.weight"]),
         "kv_cache": 2 * 2 * c.layers * c.kv_heads * kv_tokens * c.head_dim,
         "activations": activation_bytes(c, max_tokens),
         "tables": 2 * 4 * kv_tokens * (c.head_dim // 2) + live_bytes(max_tokens),
@@ -127,7 +127,7 @@ class GpuModel:
         self.device = self._owned(Device(ordinal))
         library = self._owned(Library(self.device))
         _check_sizes(file, config, library)
-        self._check_memory(device_bytes(config, self.max_tokens, kv_tokens), memory_budget)
+        self._check_memory(device_bytes(file, config, self.max_tokens, kv_tokens), memory_budget)
         self._stream = self._owned(Stream(self.device, stream))
         weights = self._owned(Weights(file, config, library, progress))
         self._decoder = self._owned(Decoder(library, config, weights, self.max_tokens))

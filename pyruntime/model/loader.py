@@ -23,8 +23,7 @@ from pyruntime.model.live import NO_OVERFLOW
 from pyruntime.ops.dequant import dequantize
 
 if TYPE_CHECKING:
-    from pyruntime.gguf.reader import GGUFFile
-    from pyruntime.gguf.tensors import TensorInfo
+    from pyruntime.gguf import GGUFFile, TensorInfo
 
 SLOT_BYTES = 8 << 20
 SLOTS = 8
@@ -33,7 +32,10 @@ READERS = 4
 
 @dataclass(frozen=True)
 class MatrixPart:
-    """A tensor of the file whose row r becomes row row0 + r * row_step of `out` (float16)."""
+    """A tensor of the file whose row r becomes row row0 + r * row_step of `out`.
+
+    An `out` of float16 gets the dequantized row, one of uint8 its packed bytes as they are.
+    """
 
     tensor: TensorInfo
     out: DeviceArray
@@ -94,7 +96,18 @@ def load_matrices(
         """Hands the oldest read to the GPU."""
         read, slot, chunk = reads.popleft()
         read.result()
-        stream.copy_to_device(slot.staging.ptr, slot.pinned.ptr, chunk.nbytes)
+        part = chunk.part
+        if part.out.dtype == np.uint8:
+            target = part.out.ptr + chunk.first * chunk.row_bytes
+            stream.copy_to_device(target, slot.pinned.ptr, chunk.nbytes)
+        else:
+            stream.copy_to_device(slot.staging.ptr, slot.pinned.ptr, chunk.nbytes)
+            unpack(slot, chunk)
+        slot.free.record(stream)
+        progress(chunk.nbytes)
+
+    def unpack(slot: _Slot, chunk: _Chunk) -> None:
+        """Dequantizes what is on its way to the slot's staging buffer."""
         program = Program()
         part = chunk.part
         assert part.tensor.type is not None  # unknown types were refused with the config
@@ -112,8 +125,6 @@ def load_matrices(
             site=chunk.site,
         )
         program.run(stream)
-        slot.free.record(stream)
-        progress(chunk.nbytes)
 
     with ThreadPoolExecutor(READERS, "pyruntime-read") as pool, device.current():
         try:

@@ -1,4 +1,7 @@
-"""Weights in device memory: fp16 matrices, q/k/v fused, gate and up interleaved row by row."""
+"""Weights in device memory: fp16 matrices, q/k/v fused, gate and up interleaved row by row.
+
+The embedding stays packed: its rows are looked up and unpacked exactly.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ from pyruntime.model.config import ModelConfig
 from pyruntime.model.loader import MatrixPart, load_matrices
 
 if TYPE_CHECKING:
-    from pyruntime.gguf.reader import GGUFFile
+    from pyruntime.gguf import GGUFFile, TensorInfo
 
 Shape = tuple[int, ...]
 
@@ -32,14 +35,24 @@ class Source:
 
 @dataclass(frozen=True)
 class Placement:
-    """One device array and the tensors it is made of; matrices are float16, vectors float32."""
+    """One device array and the tensors it is made of.
+
+    Matrices are float16, vectors float32, packed rows uint8.
+    """
 
     shape: Shape
     sources: tuple[Source, ...]
+    packed: bool = False
+
+    @property
+    def dtype(self) -> str:
+        if self.packed:
+            return "uint8"
+        return "float16" if len(self.shape) == 2 else "float32"
 
     @property
     def nbytes(self) -> int:
-        return math.prod(self.shape) * (2 if len(self.shape) == 2 else 4)
+        return math.prod(self.shape) * np.dtype(self.dtype).itemsize
 
 
 def layer_placements(c: ModelConfig, layer: int) -> dict[str, Placement]:
@@ -73,20 +86,20 @@ def layer_placements(c: ModelConfig, layer: int) -> dict[str, Placement]:
     return placements
 
 
-def outer_placements(c: ModelConfig) -> dict[str, Placement]:
-    """The arrays outside the layers; a tied output is the embedding."""
-    placements = {
-        "embedding": Placement((c.vocab, c.hidden), (Source("token_embd.weight"),)),
+def outer_placements(c: ModelConfig, embedding: TensorInfo) -> dict[str, Placement]:
+    """The arrays outside the layers; `embedding` is the file's entry of `token_embd.weight`."""
+    packed = (c.vocab, embedding.nbytes // c.vocab)
+    output = embedding.name if c.tied else "output.weight"
+    return {
+        "embedding": Placement(packed, (Source(embedding.name),), packed=True),
         "output_norm": Placement((c.hidden,), (Source("output_norm.weight"),)),
+        "output": Placement((c.vocab, c.hidden), (Source(output),)),
     }
-    if not c.tied:
-        placements["output"] = Placement((c.vocab, c.hidden), (Source("output.weight"),))
-    return placements
 
 
-def weight_bytes(c: ModelConfig) -> int:
+def weight_bytes(c: ModelConfig, embedding: TensorInfo) -> int:
     """Device bytes of all weights."""
-    outer = sum(p.nbytes for p in outer_placements(c).values())
+    outer = sum(p.nbytes for p in outer_placements(c, embedding).values())
     return outer + c.layers * sum(p.nbytes for p in layer_placements(c, 0).values())
 
 
@@ -109,13 +122,15 @@ class Weights:
         library: Library,
         progress: Callable[[int], object],
     ) -> None:
+        embedding = file.tensors["token_embd.weight"]
+        assert embedding.type is not None  # unknown types were refused with the config
+        self.embedding_type = embedding.type.name
         placements = [
-            outer_placements(config),
+            outer_placements(config, embedding),
             *(layer_placements(config, i) for i in range(config.layers)),
         ]
         groups = [_allocate(library.device, group) for group in placements]
         self.outer, self.layers = groups[0], groups[1:]
-        self.output = self.outer["embedding" if config.tied else "output"]
         parts: list[MatrixPart] = []
         for arrays, group in zip(groups, placements, strict=True):
             for name, placement in group.items():
@@ -145,7 +160,7 @@ def _allocate(device: Device, placements: Mapping[str, Placement]) -> dict[str, 
         name: DeviceArray(
             device,
             placement.shape,
-            np.float16 if len(placement.shape) == 2 else np.float32,
+            placement.dtype,
             what=f"weight {placement.sources[0].tensor}",
         )
         for name, placement in placements.items()

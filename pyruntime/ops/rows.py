@@ -7,6 +7,7 @@ import numpy as np
 from pyruntime.driver.library import Kernel, Library
 from pyruntime.driver.memory import DeviceArray
 from pyruntime.driver.program import Program
+from pyruntime.errors import CubinError
 
 
 def embed(
@@ -17,29 +18,33 @@ def embed(
     max_rows: int,
     ids: DeviceArray,
     table: DeviceArray,
+    type_name: str,
     x: DeviceArray,
 ) -> None:
-    """Records x[r] = table[ids[r]] for each of the first `rows` rows.
+    """Records x[r] = table[ids[r]] for each of the first `rows` rows, exact in float32.
 
     Args:
         rows: int32, the count of live rows on the device; `max_rows` is the most it will be.
         ids: int32 [max rows or more], each below the vocabulary (checked by the caller).
-        table: float16 [vocabulary, columns].
+        table: uint8 [vocabulary, packed bytes of a row], in the GGUF type `type_name`.
         x: float32 [max rows or more, columns], written.
 
     Raises:
-        ValueError: arrays that do not belong together, or columns that are no multiple of 8.
+        ValueError: arrays that do not belong together.
+        CubinError: there is no kernel for the type.
     """
-    columns = table.shape[1]
-    if x.shape[1:] != (columns,) or columns % 8:
-        raise ValueError(f"embed: table {table.shape}, x {x.shape}")
+    kernel = _kernel(library, "embed", type_name.lower())
+    columns = x.shape[1]
+    block, size = int(kernel.spec.tile["block"]), int(kernel.spec.tile["bytes"])
+    if columns % block or table.shape[1:] != (columns // block * size,):
+        raise ValueError(f"embed: {type_name} table {table.shape}, x {x.shape}")
     dtypes = [array.dtype for array in (ids, table, x)]
-    if dtypes != [np.int32, np.float16, np.float32]:
+    if dtypes != [np.int32, np.uint8, np.float32]:
         raise ValueError(f"embed: ids, table, x are {dtypes}")
     if max_rows > min(ids.shape[0], x.shape[0]):
         raise ValueError(f"embed: {max_rows} rows of ids {ids.shape}, x {x.shape}")
     program.add(
-        _kernel(library, "embed"),
+        kernel,
         grid=max_rows,
         rows=rows,
         ids=ids,
@@ -96,6 +101,8 @@ def gather(
     )
 
 
-def _kernel(library: Library, op: str) -> Kernel:
-    (kernel,) = (k for k in library.family("rows") if k.spec.tile["op"] == op)
-    return kernel
+def _kernel(library: Library, op: str, type_name: str | None = None) -> Kernel:
+    for kernel in library.family("rows"):
+        if (kernel.spec.tile["op"], kernel.spec.tile.get("type")) == (op, type_name):
+            return kernel
+    raise CubinError(f"no {op} kernel for type {type_name}")

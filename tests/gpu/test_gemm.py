@@ -1,0 +1,219 @@
+"""Matrix products against float64, for every row of the table."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from pyruntime.driver.library import Kernel
+from pyruntime.driver.program import Program
+from pyruntime.model.live import NO_OVERFLOW
+from pyruntime.ops.gemm import gemm
+
+# Norm of a row's error over the row's norm. Rounding results to fp16 gives 2.1e-4, f32 accumulation
+# far less; one wrong value in a row of 49152 would give 6e-3.
+TOLERANCE = 1e-3
+DEAD = 5  # rows past the live ones, NaN in A, poisoned in C
+ADD_SCALE, SWIGLU_SCALE = 2.0**5, 2.0**-5
+
+
+def rows_of(gpu: Any, epilogue: str) -> list[Kernel]:
+    return [x for x in gpu.library.family("gemm") if x.spec.tile["epilogue"] == epilogue]
+
+
+def normal(rng: np.random.Generator, rows: int, columns: int) -> NDArray[np.float16]:
+    return rng.standard_normal((rows, columns), np.float32).astype(np.float16)
+
+
+def weights(rng: np.random.Generator, n: int, k: int) -> NDArray[np.float16]:
+    """Rows of norm 1 or so: products of order 1, where silu bends."""
+    return (rng.standard_normal((n, k), np.float32) * k**-0.5).astype(np.float16)
+
+
+def reference(
+    epilogue: str, a: NDArray[np.float16], w: NDArray[np.float16], before: NDArray[np.float32]
+) -> NDArray[np.float64]:
+    acc = a.astype(np.float64) @ w.astype(np.float64).T
+    if epilogue == "f32":
+        return acc
+    if epilogue == "add":
+        return before[: len(acc)] + ADD_SCALE * acc
+    gate, up = acc[:, 0::2], acc[:, 1::2]
+    return SWIGLU_SCALE * gate / (1 + np.exp(-gate)) * up
+
+
+def check(
+    gpu: Any, rng: np.random.Generator, epilogue: str, n: int, k: int, lengths: tuple[int, ...]
+) -> None:
+    """Every row of the table and the chosen one: near the truth, equal bits, rest untouched."""
+    most = max(lengths) + DEAD
+    a, w = normal(rng, most, k), weights(rng, n, k)
+    before = rng.standard_normal((most, n), np.float32)
+    truth = reference(epilogue, a, w, before)
+    w_device = gpu.upload(w)
+    scale = {"f32": 1.0, "add": ADD_SCALE, "swiglu": SWIGLU_SCALE}[epilogue]
+    width, dtype = (n // 2, np.float16) if epilogue == "swiglu" else (n, np.float32)
+    failures = []
+    for i, m in enumerate(lengths):
+        capacity = m + (DEAD if i % 2 else 0)  # every other case: an allocation without slack
+        host = a[:capacity].copy()
+        host[m:] = np.nan
+        a_device, live = gpu.upload(host), gpu.upload(np.array([m], np.int32))
+        first: NDArray[np.uint8] | None = None
+        for kernel in (None, *rows_of(gpu, epilogue)):
+            c = gpu.empty((capacity, width), dtype)
+            if epilogue == "add":
+                c.rows(0, m).upload(before[:m])
+            overflow = gpu.upload(np.array([NO_OVERFLOW], np.int32))
+            program = Program()
+            gemm(
+                program, gpu.library, a=a_device, w=w_device, c=c, rows=live, max_rows=capacity,
+                epilogue=epilogue, scale=scale, overflow=overflow, kernel=kernel,
+            )  # fmt: skip
+            gpu.run(program)
+            got = gpu.download(c)
+            where = f"{program.launches[0]} m {m} n {n} k {k}"
+            if (got[m:].view(np.uint8) != 0xFF).any():
+                failures.append(f"{where}: wrote past the live rows")
+            if gpu.download(overflow)[0] != NO_OVERFLOW:
+                failures.append(f"{where}: reported an overflow")
+            error = np.linalg.norm(got[:m] - truth[:m], axis=1) / np.linalg.norm(truth[:m], axis=1)
+            if not (error <= TOLERANCE).all():
+                worst = int(np.argmax(np.nan_to_num(error, nan=np.inf)))
+                off = np.abs(got[worst] - truth[worst]) > TOLERANCE * np.abs(truth[worst]).max()
+                columns = np.flatnonzero(off | np.isnan(got[worst]))
+                failures.append(
+                    f"{where}: row {worst} is off by {error[worst]:.1e}, columns {columns[:8]} …"
+                )
+            bits = got[:m].view(np.uint8)
+            first = bits if first is None else first
+            if not np.array_equal(bits, first):
+                failures.append(f"{where}: bits differ from the chosen row's")
+    assert not failures, "\n".join(failures)
+
+
+@pytest.mark.parametrize(
+    ("n", "k", "lengths"),
+    [
+        (259, 64, (1, 7, 17, 63, 64, 65)),
+        (300, 200, (127, 128, 129, 130)),
+        (576, 576, (1, 16, 64, 257, 320)),
+        (4608, 896, (7, 130, 320)),
+        (1000, 3584, (17, 65, 129)),
+        (49152, 576, (1, 2, 65)),
+        (32001, 72, (1, 63)),
+        (17, 8, (1, 33)),
+    ],
+)
+def test_f32(gpu: Any, rng: np.random.Generator, n: int, k: int, lengths: tuple[int, ...]) -> None:
+    check(gpu, rng, "f32", n, k, lengths)
+
+
+@pytest.mark.parametrize(
+    ("n", "k", "lengths"),
+    [
+        (300, 64, (1, 7, 17, 63, 64, 65)),
+        (576, 1536, (1, 127, 128, 129, 130, 320)),
+        (896, 4864, (1, 65, 257)),
+        (3584, 3584, (1, 128)),
+    ],
+)
+def test_add(gpu: Any, rng: np.random.Generator, n: int, k: int, lengths: tuple[int, ...]) -> None:
+    check(gpu, rng, "add", n, k, lengths)
+
+
+@pytest.mark.parametrize(
+    ("n", "k", "lengths"),
+    [
+        (304, 64, (1, 7, 17, 63, 64, 65)),
+        (3072, 576, (1, 127, 128, 129, 130, 320)),
+        (9728, 896, (1, 65, 257)),
+        (16, 40, (1, 31)),
+    ],
+)
+def test_swiglu(
+    gpu: Any, rng: np.random.Generator, n: int, k: int, lengths: tuple[int, ...]
+) -> None:
+    check(gpu, rng, "swiglu", n, k, lengths)
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize("epilogue", ["f32", "add", "swiglu"])
+def test_edges(gpu: Any, rng: np.random.Generator, epilogue: str) -> None:
+    check(gpu, rng, epilogue, 259 if epilogue == "f32" else 272, 72, (1, 17, 130))
+
+
+def test_row_tiles_beyond_one_band(gpu: Any, rng: np.random.Generator) -> None:
+    """More rows than the raster walks down at a time, and fewer in the last band."""
+    check(gpu, rng, "f32", 640, 32, (2049, 4100))
+
+
+@pytest.mark.parametrize("epilogue", ["f32", "add", "swiglu"])
+def test_no_live_rows(gpu: Any, rng: np.random.Generator, epilogue: str) -> None:
+    a, w = gpu.upload(normal(rng, 3, 64)), gpu.upload(weights(rng, 64, 64))
+    zero, overflow = (gpu.upload(np.array([x], np.int32)) for x in (0, NO_OVERFLOW))
+    for kernel in rows_of(gpu, epilogue):
+        c = gpu.empty((3, 32), np.float16) if epilogue == "swiglu" else gpu.empty((3, 64), "f4")
+        program = Program()
+        gemm(
+            program, gpu.library, a=a, w=w, c=c, rows=zero, max_rows=3, epilogue=epilogue,
+            overflow=overflow, kernel=kernel,
+        )  # fmt: skip
+        gpu.run(program)
+        assert (gpu.download(c).view(np.uint8) == 0xFF).all(), kernel.name
+
+
+def test_repeated_runs_give_the_same_bits(gpu: Any, rng: np.random.Generator) -> None:
+    a, w = gpu.upload(normal(rng, 300, 1024)), gpu.upload(weights(rng, 2000, 1024))
+    live = gpu.upload(np.array([300], np.int32))
+    for kernel in rows_of(gpu, "f32"):
+        results = set()
+        for _ in range(5):
+            c, program = gpu.empty((300, 2000), np.float32), Program()
+            gemm(
+                program, gpu.library, a=a, w=w, c=c, rows=live, max_rows=300, epilogue="f32",
+                kernel=kernel,
+            )  # fmt: skip
+            gpu.run(program)
+            results.add(gpu.download(c).tobytes())
+        assert len(results) == 1, kernel.name
+
+
+@pytest.mark.parametrize(
+    ("gate", "up", "site", "expected"),
+    [
+        (400.0, 250.0, 7, NO_OVERFLOW),  # 1e5 is out of fp16's range, 1e5 / 32 is not
+        (2000.0, 1048.0, 7, NO_OVERFLOW),  # 65500: just inside
+        (2000.0, 1500.0, 7, 7),
+        (2000.0, -1500.0, 3, 3),
+        (2000.0, 1500.0, 12, 9),  # a lower site was there before
+        (np.nan, 1.0, 7, 7),
+        (-2000.0, 1500.0, 7, NO_OVERFLOW),  # silu is 0 there
+    ],
+)
+def test_swiglu_range(gpu: Any, gate: float, up: float, site: int, expected: int) -> None:
+    """Two rows of W pick `gate` and `up` out of row 2 of A; A's dead row would overflow."""
+    m, n, k = 4, 64, 64
+    a, w = np.zeros((m + 1, k), np.float16), np.zeros((n, k), np.float16)
+    a[2, :2] = gate, up
+    a[m:] = 6e4
+    w[20, 0] = w[21, 1] = 1
+    before = 9 if expected == 9 else NO_OVERFLOW
+    live = gpu.upload(np.array([m], np.int32))
+    for kernel in rows_of(gpu, "swiglu"):
+        overflow = gpu.upload(np.array([before], np.int32))
+        c, program = gpu.empty((m + 1, n // 2), np.float16), Program()
+        gemm(
+            program, gpu.library, a=gpu.upload(a), w=gpu.upload(w), c=c, rows=live, max_rows=m + 1,
+            epilogue="swiglu", scale=SWIGLU_SCALE, overflow=overflow, site=site, kernel=kernel,
+        )  # fmt: skip
+        gpu.run(program)
+        got = gpu.download(c)
+        assert gpu.download(overflow)[0] == expected, kernel.name
+        if expected == NO_OVERFLOW:
+            truth = np.zeros((m, n // 2))
+            truth[2, 10] = max(gate, 0) * up * SWIGLU_SCALE
+            np.testing.assert_allclose(got[:m], truth, rtol=TOLERANCE, err_msg=kernel.name)

@@ -1,0 +1,128 @@
+"""The cost model that picks a row of the GEMM table, and what `gemm` refuses."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from pyruntime.cubin.installed import manifest, root
+from pyruntime.cubin.spec import read_specs
+from pyruntime.driver.library import Kernel
+from pyruntime.driver.program import Program
+from pyruntime.errors import CubinError
+from pyruntime.ops.gemm import choose, gemm
+
+# Multiprocessors, their shared memory and the reserve per block (CUDA C++ programming guide,
+# technical specifications per compute capability).
+DEVICES: dict[str, Any] = {
+    "H200": SimpleNamespace(sm_count=132, smem_per_sm=233472, smem_reserved=1024),
+    "A100": SimpleNamespace(sm_count=108, smem_per_sm=167936, smem_reserved=1024),
+    "RTX 3060": SimpleNamespace(sm_count=28, smem_per_sm=102400, smem_reserved=1024),
+    "one SM": SimpleNamespace(sm_count=1, smem_per_sm=102400, smem_reserved=1024),
+}
+LENGTHS = (1, 2, 16, 17, 64, 65, 128, 320, 512, 2048, 4096)
+SHAPES = ((4608, 3584), (3584, 18944), (37888, 3584), (576, 576), (152064, 3584), (259, 64))
+
+
+@pytest.fixture(scope="module")
+def kernels() -> list[Kernel]:
+    folder = root() / f"sm_{manifest()['architectures'][0]}"
+    specs = read_specs((folder / "gemm.cubin").read_bytes(), "gemm.cubin").values()
+    return [Kernel(spec, None, 0) for spec in specs if spec.tile["epilogue"] == "f32"]
+
+
+@pytest.mark.parametrize("name", DEVICES)
+def test_choice_fits_and_does_not_depend_on_order(kernels: list[Kernel], name: str) -> None:
+    device = DEVICES[name]
+    for n, k in SHAPES:
+        for m in LENGTHS:
+            chosen = choose(kernels, m, n, k, device)
+            assert chosen.spec.smem_bytes + device.smem_reserved <= device.smem_per_sm
+            assert choose(kernels[::-1], m, n, k, device) is chosen
+
+
+def test_a_row_too_large_is_never_chosen(kernels: list[Kernel]) -> None:
+    small = min(kernel.spec.smem_bytes for kernel in kernels)
+    device: Any = SimpleNamespace(sm_count=8, smem_per_sm=small + 1024, smem_reserved=1024)
+    for m in LENGTHS:
+        assert choose(kernels, m, 4608, 3584, device).spec.smem_bytes == small
+    device.smem_per_sm -= 1
+    with pytest.raises(CubinError, match="no gemm row fits"):
+        choose(kernels, 1, 4608, 3584, device)
+
+
+def test_rows_fit_the_smallest_devices(kernels: list[Kernel]) -> None:
+    """99 KB per block: compute capabilities 8.6, 8.9 and 12.0."""
+    assert all(kernel.spec.smem_bytes <= 99 * 1024 for kernel in kernels)
+
+
+@pytest.mark.parametrize(
+    ("device", "m", "n", "k", "expected"),
+    [
+        ("H200", 1, 4608, 3584, "gemm_f32_m16_n32_k128_s6"),
+        ("H200", 1, 152064, 3584, "gemm_f32_m16_n32_k128_s6"),
+        ("H200", 64, 4608, 3584, "gemm_f32_m64_n64_k64_s4"),
+        ("H200", 512, 576, 576, "gemm_f32_m64_n64_k64_s4"),
+        ("H200", 512, 3584, 3584, "gemm_f32_m64_n128_k64_s3"),
+        ("H200", 4096, 4608, 3584, "gemm_f32_m128_n128_k32_s3"),
+        ("H200", 4096, 37888, 3584, "gemm_f32_m128_n128_k32_s3"),
+        ("RTX 3060", 1, 4608, 3584, "gemm_f32_m16_n32_k128_s6"),
+        ("RTX 3060", 4096, 4608, 3584, "gemm_f32_m128_n128_k32_s3"),
+    ],
+)
+def test_choices(kernels: list[Kernel], device: str, m: int, n: int, k: int, expected: str) -> None:
+    assert choose(kernels, m, n, k, DEVICES[device]).name == expected
+
+
+def array(*shape: int, dtype: str = "float16", ptr: int = 256) -> Any:
+    return SimpleNamespace(shape=shape, dtype=np.dtype(dtype), ptr=ptr)
+
+
+GOOD = {
+    "a": array(4, 64), "w": array(48, 64), "c": array(4, 48, dtype="float32"),
+    "max_rows": 4, "epilogue": "f32",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"epilogue": "relu"}, "epilogue 'relu'"),
+        ({"a": array(4, 64, dtype="float32")}, "a is float32"),
+        ({"w": array(48 * 64)}, "w is float16"),
+        ({"c": array(4, 48)}, "c is float16"),
+        ({"a": array(4, 60), "w": array(48, 60)}, "rows of a"),
+        ({"a": array(4, 64, ptr=8)}, "a at 0x8"),
+        ({"c": array(4, 48, dtype="float32", ptr=8)}, "c at 0x8"),
+        ({"a": array(4, 72)}, r"a \(4, 72\) and w"),
+        ({"c": array(4, 40, dtype="float32")}, r"into c \(4, 40\)"),
+        ({"max_rows": 5}, "5 rows"),
+        ({"max_rows": 0}, "0 rows"),
+        ({"c": array(3, 48, dtype="float32")}, "4 rows"),
+        ({"epilogue": "add", "w": array(42, 64), "c": array(4, 42, dtype="float32")}, "rows of c"),
+        ({"epilogue": "swiglu", "w": array(40, 64), "c": array(4, 20)}, "rows of c"),
+        ({"epilogue": "swiglu", "w": array(33, 64), "c": array(4, 16)}, "swiglu of a"),
+        ({"epilogue": "swiglu", "c": array(4, 24)}, "overflow word"),
+    ],
+)
+def test_misfits_are_named(changed: dict[str, Any], message: str) -> None:
+    library: Any = SimpleNamespace(device=DEVICES["H200"])
+    with pytest.raises(ValueError, match=message):
+        gemm(Program(), library, rows=256, **{**GOOD, **changed})
+
+
+@pytest.mark.parametrize(("n", "ptr"), [(48, 256), (259, 4)])
+def test_grid_comes_from_the_tile(kernels: list[Kernel], n: int, ptr: int) -> None:
+    library: Any = SimpleNamespace(device=DEVICES["H200"])
+    for kernel in kernels:
+        program = Program()
+        gemm(
+            program, library, a=array(300, 64), w=array(n, 64),
+            c=array(300, n, dtype="float32", ptr=ptr), rows=256, max_rows=290, epilogue="f32",
+            kernel=kernel,
+        )  # fmt: skip
+        bm, bn = int(kernel.spec.tile["bm"]), int(kernel.spec.tile["bn"])
+        assert program.launches[0].grid == (-(-290 // bm) * -(-n // bn), 1, 1)
