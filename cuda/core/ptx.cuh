@@ -64,6 +64,13 @@ __device__ __forceinline__ void mma_16816(float (&c)[4], const uint32_t (&a)[4],
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
+// cvt.rn.f16x2.f32 (9.7.9.21): two floats to the fp16 halves of a word.
+__device__ __forceinline__ uint32_t pack_halves(float low, float high) {
+  uint32_t r;
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;\n" : "=r"(r) : "f"(high), "f"(low));
+  return r;
+}
+
 // ex2.approx (9.7.3.21): 2^x, 2 ulp; 2^-inf = 0.
 __device__ __forceinline__ float exp2_approx(float x) {
   float y;

@@ -102,9 +102,7 @@ def test_plan_counts_every_weight_once() -> None:
     matrices = c.hidden * (2 * q + 2 * kv + 3 * c.ffn)
     vectors = 2 * c.hidden + 2 * c.head_dim
     expected = 2 * (c.vocab * c.hidden + c.layers * matrices) + 4 * (c.layers * vectors + c.hidden)
-    with GGUFFile.open(PATH) as file:
-        expected += file.tensors[
-            "token_embd.weight"
-        ].nbytes  # packed, beside the tied output's fp16
+    with GGUFFile.open(PATH) as file:  # the packed embedding lies beside the tied output's fp16
+        expected += file.tensors["token_embd.weight"].nbytes
     assert c.tied and plan["weights"] == expected
     assert plan["kv_cache"] == 2 * 2 * c.layers * c.kv_heads * 16 * c.head_dim
