@@ -117,7 +117,10 @@ class Decoder:
         )  # fmt: skip
         p = Program()
         x, attended, count = act["x"], act["attended"], live.rows
-        embed(p, lib, table=w.outer["embedding"], ids=live.ids, x=x, rows=live.rows, max_rows=rows)
+        embed(
+            p, lib, table=w.outer["embedding"], type_name=w.embedding_type, ids=live.ids, x=x,
+            rows=live.rows, max_rows=rows,
+        )  # fmt: skip
         for layer, weights in enumerate(w.layers):
             site = layer * len(SITES)
             self._norm(p, x, weights["attn_norm"], count, rows, site)

@@ -23,7 +23,7 @@ IDS = ",".join(map(str, prompts(TINY)[0].ids))
 def run(*arguments: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
     """`pyruntime` in a process of its own, with every GPU hidden."""
     return subprocess.run(
-        [sys.executable, "-m", "pyruntime.cli", *arguments],
+        [sys.executable, "-P", "-m", "pyruntime.cli", *arguments],
         input=stdin,
         capture_output=True,
         text=True,
@@ -112,7 +112,7 @@ def test_import_is_quick_and_touches_no_driver() -> None:
         "import sys, time; t = time.perf_counter(); import pyruntime; "
         "print(time.perf_counter() - t, 'cuda.bindings' in sys.modules)"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, check=True)
     seconds, driver = done.stdout.split()
     assert float(seconds) < 0.2 and driver == "False"
 
