@@ -7,8 +7,8 @@ from pyruntime.driver.memory import DeviceArray
 from pyruntime.driver.program import Program
 from pyruntime.errors import UnsupportedModelError
 
-# A wide row tile reads K and V less often, a narrow one gives more blocks: wide only where the blocks
-# still go this many times round the device, so that the short causal tiles can fill the gaps.
+# A wide row tile reads K and V less often, a narrow one gives more blocks: wide only where the
+# blocks still go this many times round the device, so that short causal tiles can fill the gaps.
 _BLOCKS_PER_SM = 3
 
 
@@ -34,9 +34,10 @@ def attention(
 ) -> None:
     """Records out = softmax(scale q K^T) V per head, a row at position p seeing keys 0..p.
 
-    K and V are those of `layer` in the cache that each sequence names; the rows' own keys and values
-    are there already. Query heads share a K/V head in groups of heads / kv_heads. The result of a row
-    is the same bit for bit whichever row of the kernel table runs and wherever a prompt was cut.
+    K and V are those of `layer` in the cache that each sequence names; the rows' own keys and
+    values are there already. Query heads share a K/V head in groups of heads / kv_heads. The result
+    of a row is the same bit for bit whichever row of the kernel table runs and wherever a prompt
+    was cut.
 
     Args:
         q: float16 [rows, heads * head_dim].

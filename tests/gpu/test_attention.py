@@ -1,4 +1,4 @@
-"""Attention against a float64 oracle, and against itself: tiles, cuts and neighbours change no bit."""
+"""Attention on a GPU against float64, for every table row, shape, start, poison and packing."""
 
 from __future__ import annotations
 
@@ -84,11 +84,11 @@ def launch(
     poison: int = POISON[0],
     unused: int = 0,
 ) -> list[Array]:
-    """Runs every table row of the head dim on `prompts`, a sequence each; demands equal bits of them
-    and untouched memory elsewhere; returns O per prompt.
+    """Runs every table row of the head dim on `prompts`, a sequence each, and returns O per prompt.
 
-    Every slot that no row may look at holds `poison`: other layers, `slack` positions per head, rows
-    between the sequences; `unused` sequences past the live ones have null caches.
+    Demands equal bits of all rows and untouched memory elsewhere. Every slot that no row may look
+    at holds `poison`: other layers, `slack` positions per head, rows between the sequences;
+    `unused` sequences past the live ones have null caches.
     """
     _, heads, head_dim = prompts[0].q.shape
     kv_heads = prompts[0].k.shape[0]

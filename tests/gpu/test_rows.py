@@ -81,11 +81,14 @@ def test_gather(
 
 def test_what_does_not_fit_is_refused(gpu: Any) -> None:
     count, ids = gpu.empty((1,), np.int32), gpu.empty((4,), np.int32)
-    table, x = gpu.empty((10, 64), np.float16), gpu.empty((4, 64), np.float32)
-    good = {"rows": count, "max_rows": 4, "ids": ids, "table": table, "x": x}
+    table, x = gpu.empty((10, 128), np.uint8), gpu.empty((4, 64), np.float32)
+    good = {
+        "rows": count, "max_rows": 4, "ids": ids, "table": table, "type_name": "F16", "x": x,
+    }  # fmt: skip
     for bad in (
         {"x": gpu.empty((4, 32), np.float32)},
         {"x": gpu.empty((4, 64), np.float16)},
+        {"type_name": "Q8_0"},
         {"max_rows": 5},
     ):
         with pytest.raises(ValueError, match="embed"):

@@ -112,7 +112,9 @@ def test_import_is_quick_and_touches_no_driver() -> None:
         "import sys, time; t = time.perf_counter(); import pyruntime; "
         "print(time.perf_counter() - t, 'cuda.bindings' in sys.modules)"
     )
-    done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", code], capture_output=True, text=True, check=True
+    )
     seconds, driver = done.stdout.split()
     assert float(seconds) < 0.2 and driver == "False"
 
