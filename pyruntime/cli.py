@@ -20,6 +20,11 @@ COMMANDS = {
     "info": ("pyruntime.commands.info", "list a model's metadata, tensors and memory needs"),
     "doctor": ("pyruntime.commands.doctor", "tell what of driver, devices and cubins is there"),
     "synth": ("pyruntime.tools.synth", "write a model file with real shapes and random weights"),
+    "inspect": ("pyruntime.tools.inspect", "show registers, memory and spills of kernels"),
+    "ledger": ("pyruntime.tools.ledger", "account for shared memory, plane by plane"),
+    "occupancy": ("pyruntime.tools.occupancy", "count blocks per SM for given resources"),
+    "diff": ("pyruntime.tools.diff", "compare the kernels of two builds"),
+    "gate": ("pyruntime.tools.gate", "fail when kernels break rules or a baseline"),
 }
 
 

@@ -43,6 +43,12 @@ class CubinError(PyruntimeError):
     exit_code = 2
 
 
+class InputError(PyruntimeError):
+    """A formula, rule, design or baseline that was given to a tool and cannot be used."""
+
+    exit_code = 2
+
+
 class DriverNotFoundError(PyruntimeError):
     """No CUDA driver library, no device, or a device ordinal that does not exist."""
 

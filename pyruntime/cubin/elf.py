@@ -12,12 +12,15 @@ from dataclasses import dataclass
 from pyruntime.errors import CubinError
 
 EM_CUDA = 190
-SHT_NOBITS = 8
+EM_X86_64, EM_AARCH64 = 62, 183
+STT_FUNC = 2
+# SHT_NULL, SHT_NOBITS, and the kind of `.nv_debug.shared`: their sizes are no bytes of the file.
+_NO_BYTES = frozenset({0, 8, 0x7000000A})
 
 
 @dataclass(frozen=True)
 class Section:
-    """One section header; `data` is a view of the file's bytes (empty for NOBITS)."""
+    """One section header."""
 
     name: str
     kind: int
@@ -25,7 +28,17 @@ class Section:
     size: int
     link: int
     info: int
-    data: memoryview
+    file: Elf
+    offset: int
+
+    @property
+    def data(self) -> memoryview:
+        """A view of the section's bytes in the file, empty where it has none there.
+
+        Raises:
+            CubinError: the header points past the end of the file.
+        """
+        return self.file.bytes_at(self.offset, 0 if self.kind in _NO_BYTES else self.size)
 
 
 @dataclass(frozen=True)
@@ -41,23 +54,32 @@ class Symbol:
 
 
 class Elf:
-    """A parsed cubin. `what` names the file in errors.
+    """A parsed cubin, or the host file that holds one. `what` names the file in errors.
+
+    Args:
+        machines: the `e_machine` values to accept.
 
     Raises:
-        CubinError: the bytes are no 64-bit little-endian CUDA ELF, or a header points past the end.
+        CubinError: the bytes are no 64-bit little-endian ELF for one of `machines`, or a header
+            points past the end.
     """
 
-    def __init__(self, data: bytes, what: str) -> None:
+    def __init__(
+        self, data: bytes | memoryview, what: str, machines: tuple[int, ...] = (EM_CUDA,)
+    ) -> None:
         self.what = what
         self._data = memoryview(data)
         if data[:4] != b"\x7fELF":
             raise CubinError(f"{what}: not an ELF file (starts with {bytes(data[:8])!r})")
         if data[4:6] != b"\x02\x01":
             raise CubinError(f"{what}: not a 64-bit little-endian ELF file")
-        self.os_abi, self.abi_version = data[7], data[8]
+        self.os_abi, self.abi_version = self._unpack("BB", 7)
         (self.machine,) = self._unpack("<H", 0x12)
-        if self.machine != EM_CUDA:
-            raise CubinError(f"{what}: an ELF file for machine {self.machine}, not a cubin (190)")
+        if self.machine not in machines:
+            raise CubinError(
+                f"{what}: an ELF file for machine {self.machine}, "
+                f"not {' or '.join(map(str, machines))} ({EM_CUDA} is a cubin)"
+            )
         (table,) = self._unpack("<Q", 0x28)
         (self.flags,) = self._unpack("<I", 0x30)
         entry, count, names = self._unpack("<HHH", 0x3A)
@@ -66,7 +88,7 @@ class Elf:
         headers = [self._unpack("<IIQQQQIIQQ", table + 64 * i) for i in range(count)]
         if names >= count:
             raise CubinError(f"{what}: no section name table (index {names} of {count})")
-        strings = self._bytes(headers[names][4], headers[names][5])
+        strings = bytes(self.bytes_at(headers[names][4], headers[names][5]))
         self.sections = [
             Section(
                 name=self._string(strings, h[0]),
@@ -75,11 +97,19 @@ class Elf:
                 size=h[5],
                 link=h[6],
                 info=h[7],
-                data=self._bytes(h[4], 0 if h[1] in (0, SHT_NOBITS) else h[5]),
+                file=self,
+                offset=h[4],
             )
             for h in headers
         ]
         self.by_name = {s.name: s for s in self.sections}
+
+    def overruns(self) -> list[str]:
+        """The names of sections that a header places past the end of the file: it was cut."""
+        size = len(self._data)
+        return [
+            s.name for s in self.sections if s.kind not in _NO_BYTES and s.offset + s.size > size
+        ]
 
     def symbols(self) -> Iterator[Symbol]:
         """The entries of `.symtab`, in file order."""
@@ -90,7 +120,7 @@ class Elf:
             raise CubinError(
                 f"{self.what}: .symtab names string table {table.link}, which is absent"
             )
-        strings = self.sections[table.link].data
+        strings = bytes(self.sections[table.link].data)
         for name, info, other, section, value, size in struct.iter_unpack(
             "<IBBHQQ", table.data[: len(table.data) // 24 * 24]
         ):
@@ -105,7 +135,7 @@ class Elf:
             raise CubinError(f"{self.what}: symbol {symbol.name} runs past its section")
         return data[symbol.value : symbol.value + symbol.size]
 
-    def _bytes(self, offset: int, size: int) -> memoryview:
+    def bytes_at(self, offset: int, size: int) -> memoryview:
         if offset + size > len(self._data):
             raise CubinError(
                 f"{self.what}: {size} bytes at offset {offset} run past the end ({len(self._data)})"
@@ -113,12 +143,10 @@ class Elf:
         return self._data[offset : offset + size]
 
     def _unpack(self, fmt: str, offset: int) -> tuple[int, ...]:
-        return struct.unpack(fmt, self._bytes(offset, struct.calcsize(fmt)))
+        return struct.unpack(fmt, self.bytes_at(offset, struct.calcsize(fmt)))
 
-    def _string(self, table: memoryview, offset: int) -> str:
-        end = offset
-        while end < len(table) and table[end]:
-            end += 1
-        if end >= len(table):
+    def _string(self, table: bytes, offset: int) -> str:
+        end = table.find(0, offset)
+        if end < 0:
             raise CubinError(f"{self.what}: a name at string offset {offset} has no end")
-        return bytes(table[offset:end]).decode("utf-8", "backslashreplace")
+        return table[offset:end].decode("utf-8", "backslashreplace")

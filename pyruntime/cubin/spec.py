@@ -69,11 +69,15 @@ def read_specs(data: bytes, what: str) -> dict[str, KernelSpec]:
     Raises:
         CubinError: not a cubin, or a spec of another magic number or version.
     """
-    elf = Elf(data, what)
+    return specs_in(Elf(data, what))
+
+
+def specs_in(elf: Elf) -> dict[str, KernelSpec]:
+    """As `read_specs`, from a cubin that is parsed already."""
     suffix = "_spec"
     found = [s for s in elf.symbols() if s.name.endswith(suffix) and s.size == _HEAD.size]
     return {
-        s.name[: -len(suffix)]: _parse(s.name[: -len(suffix)], elf.symbol_bytes(s), what)
+        s.name[: -len(suffix)]: _parse(s.name[: -len(suffix)], elf.symbol_bytes(s), elf.what)
         for s in found
     }
 
@@ -85,8 +89,24 @@ def _parse(name: str, data: memoryview, what: str) -> KernelSpec:
             f"{what}: kernel {name} carries contract {magic:#x} version {abi}, "
             f"expected {MAGIC:#x} version {ABI}"
         )
-    tile, signature, planes = (t.rstrip(b"\0").decode() for t in texts)
-    pairs = (item.split("=", 1) for item in tile.split())
+    try:
+        tile, signature, planes = (t.rstrip(b"\0").decode("ascii").split() for t in texts)
+        return _spec(name, threads, min_blocks, smem, params, tile, signature, planes)
+    except (ValueError, TypeError) as error:
+        raise CubinError(f"{what}: kernel {name}: its contract cannot be read: {error}") from None
+
+
+def _spec(
+    name: str,
+    threads: int,
+    min_blocks: int,
+    smem: int,
+    params: int,
+    tile: list[str],
+    signature: list[str],
+    planes: list[str],
+) -> KernelSpec:
+    pairs = (item.split("=", 1) for item in tile)
     return KernelSpec(
         name=name,
         threads=threads,
@@ -94,9 +114,18 @@ def _parse(name: str, data: memoryview, what: str) -> KernelSpec:
         smem_bytes=smem,
         param_bytes=params,
         tile={k: int(v) if v.isdigit() else v for k, v in pairs},
-        params=tuple(Param(n, c, int(o)) for n, c, o in _PARAM.findall(signature)),
+        params=tuple(
+            Param(n, c, int(o)) for n, c, o in (_groups(_PARAM, item) for item in signature)
+        ),
         planes=tuple(
-            Plane(n, int(o), int(b), int(r), int(e), on or None)
-            for n, o, b, r, e, on in _PLANE.findall(planes)
+            Plane(n, int(o), int(b), int(r), int(e), on)
+            for n, o, b, r, e, on in (_groups(_PLANE, item) for item in planes)
         ),
     )
+
+
+def _groups(pattern: re.Pattern[str], item: str) -> tuple[str, ...]:
+    match = pattern.fullmatch(item)
+    if match is None:
+        raise ValueError(f"{item!r} in it")
+    return match.groups()

@@ -1,0 +1,318 @@
+"""What the compiler wrote into a cubin about its kernels: registers, memory, spills, parameters.
+
+Nothing here needs a GPU or a CUDA tool. NVIDIA documents none of it; the rules were checked against
+`ptxas -v` and `cuobjdump -res-usage` on cubins of CUDA 11.8 to 13.5 (sm_80 to sm_121).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import struct
+from dataclasses import dataclass
+from functools import cached_property
+
+from pyruntime.cubin import attributes
+from pyruntime.cubin.attributes import Attribute
+from pyruntime.cubin.elf import STT_FUNC, Elf, Section, Symbol
+from pyruntime.cubin.spec import KernelSpec, specs_in
+from pyruntime.errors import CubinError
+
+_ENTRY = 0x10  # st_other of a kernel's symbol; device functions lack it
+_UNKNOWN_STACK = 0xFFFFFFFF
+# From sm_90 on `.nv.shared.<kernel>` begins with the bytes that the driver keeps for itself.
+_RESERVED, _RESERVED_FROM = 1024, 90
+# ptxas 12.4 writes no spill annotations and 12.8 does; older cubins with a stack stay unknown.
+_ANNOTATED_FROM = 128
+_SPILL_OPCODES = {0x387: "stores", 0x983: "loads", 0x388: "shared", 0x984: "shared"}
+_ACCESS_BYTES = (1, 1, 2, 2, 4, 8, 16, 16)
+_USES = {
+    0x0F: "external functions (printf, malloc, ...)",
+    0x2B: "tensor cores (wmma/mma)",
+    0x46: "system calls",
+    0x51: "tcgen05 (one CTA)",
+    0x52: "tcgen05 (two CTAs)",
+    0x54: "setmaxnreg",
+}
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """A kernel parameter as the compiler laid it out, in bytes."""
+
+    ordinal: int
+    offset: int
+    size: int
+
+
+@dataclass(frozen=True)
+class Spills:
+    """Bytes that spill instructions move, as ptxas counts them.
+
+    `stores` and `loads` go to local memory; `shared` counts those to and from shared memory.
+    """
+
+    stores: int = 0
+    loads: int = 0
+    shared: int = 0
+
+
+@dataclass(frozen=True)
+class KernelFacts:
+    """One kernel. Sizes are bytes; None means that the file does not say.
+
+    Attributes:
+        static_shared: declared with a size in the kernel, without what the driver reserves.
+        stack: per thread, callees included; None where a recursion makes it unbounded.
+        max_threads: the launch bound, None without one; `register_cap` likewise.
+        required_threads: the exact block shape that a launch must have.
+        cluster: blocks per cluster fixed at compile time.
+        calls: device functions that were not inlined, by name.
+        attributes: everything ptxas noted, known here or not.
+        spec: the contract that this package's own kernels carry.
+    """
+
+    name: str
+    arch: str
+    registers: int | None
+    static_shared: int
+    stack: int | None
+    spills: Spills | None
+    barriers: int
+    constant_bytes: int
+    param_bytes: int
+    params: tuple[Parameter, ...]
+    max_threads: int | None
+    required_threads: tuple[int, ...] | None
+    register_cap: int | None
+    cluster: tuple[int, ...] | None
+    calls: tuple[str, ...]
+    code: bytes
+    attributes: tuple[Attribute, ...]
+    spec: KernelSpec | None
+
+    @property
+    def dynamic_shared(self) -> int | None:
+        """What a launch asks for beside the static part: known only from a spec."""
+        return self.spec.smem_bytes if self.spec else None
+
+    @property
+    def threads(self) -> int | None:
+        """Threads per block, where the file fixes them."""
+        if self.spec:
+            return self.spec.threads
+        return math.prod(self.required_threads) if self.required_threads else None
+
+    @cached_property
+    def code_sha256(self) -> str:
+        """Hash of the machine code."""
+        return hashlib.sha256(self.code).hexdigest()
+
+    @property
+    def uses(self) -> tuple[str, ...]:
+        """Hardware and library features that the compiler flagged."""
+        seen = {a.code for a in self.attributes}
+        return tuple(text for code, text in _USES.items() if code in seen)
+
+
+@dataclass(frozen=True)
+class CubinFacts:
+    """A cubin: `arch` such as "sm_90a"; `toolkit` such as "13.0"; `tool` and `options` of ptxas.
+
+    `remarks` tells what could not be read though the rest could.
+    """
+
+    label: str
+    arch: str
+    abi: int
+    toolkit: str | None
+    tool: str | None
+    options: str | None
+    global_bytes: int
+    constant_bytes: int
+    kernels: tuple[KernelFacts, ...]
+    remarks: tuple[str, ...]
+
+
+def read_cubin(data: bytes, label: str) -> CubinFacts:
+    """All that a cubin says about itself and its kernels, in symbol order.
+
+    Args:
+        label: names the cubin in the result and in errors.
+
+    Raises:
+        CubinError: not a cubin, or damaged.
+    """
+    elf = Elf(data, label)
+    symbols = list(elf.symbols())
+    arch = _arch(elf)
+    remarks = [f"section {name} lies past the end of the file" for name in elf.overruns()]
+    try:
+        specs = specs_in(elf)
+    except CubinError as error:  # of another version of this package
+        specs = {}
+        remarks.append(str(error))
+    noted: dict[str, dict[int, int]] = {}
+    for attribute in _attributes(elf, ".nv.info"):
+        if len(attribute.words) == 2 and attribute.words[0] < len(symbols):
+            name = symbols[attribute.words[0]].name
+            noted.setdefault(name, {})[attribute.code] = attribute.words[1]
+    functions = [s for s in symbols if s.info & 15 == STT_FUNC and s.section]
+    calls: dict[str, list[str]] = {}
+    for s in functions:  # a function that stayed one is called $kernel$function
+        if s.name.startswith("$") and "$" in s.name[1:]:
+            kernel, function = s.name[1:].split("$", 1)
+            calls.setdefault(kernel, []).append(function)
+    kernels = tuple(
+        _kernel(elf, s, arch, noted.get(s.name, {}), calls.get(s.name, []), specs.get(s.name))
+        for s in functions
+        if s.other & _ENTRY
+    )
+    tool, options = _tool(elf)
+    apis = {_word(k.attributes, 0x37) for k in kernels} - {None}
+    return CubinFacts(
+        label=label,
+        arch=arch,
+        abi=elf.abi_version,
+        toolkit="/".join(f"{a // 10}.{a % 10}" for a in sorted(filter(None, apis))) or None,
+        tool=tool,
+        options=options,
+        global_bytes=sum(_size(elf, n) for n in (".nv.global", ".nv.global.init")),
+        constant_bytes=_size(elf, ".nv.constant3"),
+        kernels=kernels,
+        remarks=tuple(remarks),
+    )
+
+
+def _kernel(
+    elf: Elf,
+    symbol: Symbol,
+    arch: str,
+    noted: dict[int, int],
+    calls: list[str],
+    spec: KernelSpec | None,
+) -> KernelFacts:
+    name = symbol.name
+    found = tuple(_attributes(elf, f".nv.info.{name}"))
+    if symbol.section >= len(elf.sections):
+        raise CubinError(
+            f"{elf.what}: kernel {name} lies in section {symbol.section}, which is absent"
+        )
+    text = elf.sections[symbol.section]
+    code = bytes(text.data)
+    shared = elf.by_name.get(f".nv.shared.{name}")
+    reserved = _RESERVED if int(arch[3:].rstrip("af")) >= _RESERVED_FROM else 0
+    # The kernel's own frame, and the sum over its calls as ptxas or (linked code) nvlink knows it.
+    stack = max(noted.get(code, 0) for code in (0x11, 0x12, 0x23))
+    cluster = _find(found, 0x3D)
+    cap = _word(found, 0x1B)
+    bound, exact = _find(found, 0x05), _find(found, 0x10)
+    return KernelFacts(
+        name=name,
+        arch=arch,
+        registers=noted.get(0x2F, text.info >> 24 or None),
+        static_shared=max(shared.size - reserved, 0) if shared else 0,
+        stack=None if stack == _UNKNOWN_STACK else stack,
+        spills=_spills(elf, name, code, found, stack),
+        barriers=_barriers(elf, text, found),
+        constant_bytes=_size(elf, f".nv.constant0.{name}"),
+        param_bytes=_word(found, 0x19) or 0,
+        params=_parameters(found),
+        max_threads=math.prod(bound.words) if bound else None,
+        required_threads=exact.words if exact else None,
+        register_cap=None if cap == 255 else cap,
+        cluster=cluster.words if cluster and any(cluster.words) else None,
+        calls=tuple(calls),
+        code=code,
+        attributes=found,
+        spec=spec,
+    )
+
+
+def _arch(elf: Elf) -> str:
+    """The name after -arch. ABI 7 (CUDA 12 below sm_100) and ABI 8 keep it in different bits."""
+    if elf.abi_version < 8:
+        return f"sm_{elf.flags & 0xFF}" + ("a" if elf.flags & 0x800 else "")
+    # CUDA 12.9 flags the `a` variant in e_flags, 13 in attribute 9 of `.nv.compat`.
+    compat = _find(tuple(_attributes(elf, ".nv.compat")), 0x09)
+    specific = elf.flags & 0x8 or (compat is not None and compat.value == 1)
+    return f"sm_{elf.flags >> 8 & 0xFF}" + ("a" if specific else "")
+
+
+def _spills(
+    elf: Elf, name: str, code: bytes, found: tuple[Attribute, ...], stack: int
+) -> Spills | None:
+    """Spills from the annotations (code offset of each spill instruction, after a kind of 1)."""
+    marks = [a.words for a in found if a.code == 0x55]
+    if not marks:
+        told = (_word(found, 0x37) or 0) >= _ANNOTATED_FROM
+        return Spills() if told or stack == 0 else None
+    counts = {"stores": 0, "loads": 0, "shared": 0}
+    for words in marks:
+        for kind, offset in zip(words[::2], words[1::2], strict=False):
+            if kind != 1:
+                continue
+            if offset + 16 > len(code):
+                raise CubinError(f"{elf.what}: {name}: a spill is noted at {offset}, past the code")
+            low, high = struct.unpack_from("<QQ", code, offset)
+            where = _SPILL_OPCODES.get(low & 0xFFF)
+            if where:
+                counts[where] += _ACCESS_BYTES[high >> 9 & 7]
+    return Spills(**counts)
+
+
+def _barriers(elf: Elf, text: Section, found: tuple[Attribute, ...]) -> int:
+    """Named barriers, as the highest id in use plus one."""
+    if elf.abi_version < 8:
+        return text.flags >> 20 & 0x7F
+    return _word(found, 0x4C) or 0
+
+
+def _parameters(found: tuple[Attribute, ...]) -> tuple[Parameter, ...]:
+    params = []
+    for attribute in found:
+        if attribute.code in (0x17, 0x45) and len(attribute.words) == 3:
+            _, place, size = attribute.words
+            # The second form serves more than 4 KB; its top byte holds flags.
+            size = size >> 18 if attribute.code == 0x17 else size & 0xFFFFFF
+            params.append(Parameter(place & 0xFFFF, place >> 16, size))
+    return tuple(sorted(params, key=lambda p: p.ordinal))
+
+
+def _tool(elf: Elf) -> tuple[str | None, str | None]:
+    """Tool with version, and its options, from `.note.nv.tkinfo` (ABI 8 only).
+
+    After the note's head of 12 bytes and the owner's name: two words, the offsets of four strings
+    (tool, version, build, options, preceded by the object's), and the strings.
+    """
+    section = elf.by_name.get(".note.nv.tkinfo")
+    if section is None or len(section.data) < 48:
+        return None, None
+    body = bytes(section.data[24:])
+    strings = body[24:]
+    tool, version, _, options = (
+        strings[at:].split(b"\0", 1)[0].decode("utf-8", "backslashreplace").strip()
+        for at in struct.unpack_from("<4I", body, 8)
+    )
+    return f"{tool} {version.rsplit(', ', 1)[-1]}".strip() or None, options or None
+
+
+def _attributes(elf: Elf, name: str) -> list[Attribute]:
+    section = elf.by_name.get(name)
+    if section is None:
+        return []
+    return list(attributes.read(section.data, f"{elf.what}: {name}"))
+
+
+def _find(found: tuple[Attribute, ...], code: int) -> Attribute | None:
+    return next((a for a in found if a.code == code), None)
+
+
+def _word(found: tuple[Attribute, ...], code: int) -> int | None:
+    attribute = _find(found, code)
+    return attribute.words[0] if attribute and attribute.words else None
+
+
+def _size(elf: Elf, name: str) -> int:
+    section = elf.by_name.get(name)
+    return section.size if section else 0

@@ -1,0 +1,1 @@
+"""Commands that look into cubins and measurements; installed as `pyruntime.tools`."""
