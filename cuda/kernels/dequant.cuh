@@ -57,9 +57,13 @@ struct Dequant {
 #pragma unroll
     for (int start = 0; start < int(sizeof(s.blocks)); start += kThreads * 16) {
       const int at = start + threadIdx.x * 16;
-      if (at < bytes) ptx::copy_async_16(tile + at, source + at, min(16, bytes - at));
+      if (at + 16 <= bytes) ptx::copy_async_16(tile + at, source + at, 16);
     }
     ptx::copy_async_commit();
+    // The end of the tensor, 2 bytes a thread: every block has an even number of them.
+    const int last = bytes / 16 * 16 + threadIdx.x * 2;
+    if (last < bytes)
+      *reinterpret_cast<uint16_t*>(tile + last) = *reinterpret_cast<const uint16_t*>(source + last);
 
     const uint32_t row = (first + threadIdx.x) / row_units;
     uint32_t column = (first + threadIdx.x) % row_units;
