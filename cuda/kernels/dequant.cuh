@@ -57,7 +57,12 @@ struct Dequant {
 #pragma unroll
     for (int start = 0; start < int(sizeof(s.blocks)); start += kThreads * 16) {
       const int at = start + threadIdx.x * 16;
-      if (at < bytes) ptx::copy_async_16(tile + at, source + at, min(16, bytes - at));
+      if (at + 16 <= bytes) {
+        ptx::copy_async_16(tile + at, source + at, 16);
+      } else {  // the end of the tensor; every block has an even number of bytes
+        for (int i = at; i < bytes; i += 2)
+          *reinterpret_cast<uint16_t*>(tile + i) = *reinterpret_cast<const uint16_t*>(source + i);
+      }
     }
     ptx::copy_async_commit();
 
