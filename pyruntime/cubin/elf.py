@@ -13,6 +13,7 @@ from pyruntime.errors import CubinError
 
 EM_CUDA = 190
 EM_X86_64, EM_AARCH64 = 62, 183
+ET_REL = 1
 STT_FUNC = 2
 # SHT_NULL, SHT_NOBITS, and the kind of `.nv_debug.shared`: their sizes are no bytes of the file.
 _NO_BYTES = frozenset({0, 8, 0x7000000A})
@@ -74,7 +75,7 @@ class Elf:
         if data[4:6] != b"\x02\x01":
             raise CubinError(f"{what}: not a 64-bit little-endian ELF file")
         self.os_abi, self.abi_version = self._unpack("BB", 7)
-        (self.machine,) = self._unpack("<H", 0x12)
+        self.kind, self.machine = self._unpack("<HH", 0x10)
         if self.machine not in machines:
             raise CubinError(
                 f"{what}: an ELF file for machine {self.machine}, "
