@@ -85,6 +85,21 @@ def test_provenance(
     assert not found.remarks
 
 
+@pytest.mark.parametrize(
+    ("name", "flags", "arch"),
+    [
+        # What CUDA 12.9 writes for sm_90, sm_80 and sm_100 without the suffix.
+        ("nvrtc-12.9-sm_90a.cubin", 0x5A055A, "sm_90"),
+        ("nvrtc-12.9-sm_90a.cubin", 0x500550, "sm_80"),
+        ("nvrtc-12.9-sm_100a.cubin", 0x6006402, "sm_100"),
+    ],
+)
+def test_the_suffix_in_the_flags(name: str, flags: int, arch: str) -> None:
+    data = bytearray((DATA / name).read_bytes())
+    data[0x30:0x34] = flags.to_bytes(4, "little")
+    assert read_cubin(bytes(data), name).arch == arch
+
+
 @pytest.mark.parametrize("name", EXPECTED)
 def test_elf_structure_equals_pyelftools(name: str) -> None:
     data = (DATA / name).read_bytes()
