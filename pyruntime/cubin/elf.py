@@ -19,6 +19,14 @@ STT_FUNC = 2
 _NO_BYTES = frozenset({0, 8, 0x7000000A})
 
 
+def printable(raw: bytes) -> str:
+    """Text from a file, safe for a terminal: control characters and bad UTF-8 become escapes."""
+    text = raw.decode("utf-8", "surrogateescape")
+    if text.isprintable():
+        return text
+    return raw.decode("latin-1").encode("unicode_escape").decode("ascii")
+
+
 @dataclass(frozen=True)
 class Section:
     """One section header."""
@@ -150,4 +158,4 @@ class Elf:
         end = table.find(0, offset)
         if end < 0:
             raise CubinError(f"{self.what}: a name at string offset {offset} has no end")
-        return table[offset:end].decode("utf-8", "backslashreplace")
+        return printable(table[offset:end])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import struct
 
 from pyruntime.cubin import attributes
-from pyruntime.cubin.elf import Elf
+from pyruntime.cubin.elf import Elf, printable
 
 
 def arch_of(elf: Elf) -> str:
@@ -30,7 +30,7 @@ def tool_of(elf: Elf) -> tuple[str | None, str | None]:
     body = bytes(section.data[24:])
     strings = body[24:]
     tool, version, _, options = (
-        strings[at:].split(b"\0", 1)[0].decode("utf-8", "backslashreplace").strip()
+        printable(strings[at:].split(b"\0", 1)[0]).strip()
         for at in struct.unpack_from("<4I", body, 8)
     )
     return f"{tool} {version.rsplit(', ', 1)[-1]}".strip() or None, " ".join(
