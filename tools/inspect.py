@@ -11,7 +11,7 @@ from pyruntime.commands.options import add_json, print_json
 from pyruntime.cubin.facts import CubinFacts, KernelFacts
 from pyruntime.cubin.records import blocks_of, cubin_record, read_all
 
-from .tables import table
+from .tables import shortened, table
 
 HEADERS = (
     "kernel", "regs", "static", "dynamic", "stack", "spill st/ld", "barriers", "params", "threads",
@@ -53,9 +53,10 @@ def main(argv: list[str] | None = None) -> int:
 
 def _print(cubin: CubinFacts, pattern: str, verbose: bool) -> None:
     kernels = [k for k in cubin.kernels if fnmatchcase(k.name, pattern)]
-    if cubin.kernels and not kernels:
+    if not kernels and pattern != "*":
         return
-    made = [f"CUDA {cubin.toolkit}" if cubin.toolkit else "", cubin.tool or "", cubin.options or ""]
+    toolkit = f"CUDA {cubin.toolkit}" if cubin.toolkit else ""
+    made = [toolkit, cubin.tool or "", shortened(cubin.options or "", 60)]
     count = f"{len(kernels)} kernel{'' if len(kernels) == 1 else 's'}"
     print("  ".join(filter(None, [f"{cubin.label}: {cubin.arch}, {count}", *made])))
     for remark in cubin.remarks:

@@ -22,7 +22,7 @@ from pyruntime.cubin.records import demand_of, kernels_of, read_all
 from pyruntime.errors import CubinError
 
 from . import devices
-from .tables import table
+from .tables import shown, table
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -118,12 +118,12 @@ def ledger_record(ledger: Ledger) -> dict[str, Any]:
     }
 
 
-def total_line(ledger: Ledger, static: int) -> str:
+def total_line(ledger: Ledger, static: int | None) -> str:
     """The sum of a ledger in words."""
     holes = sum(size for _, size in ledger.holes)
     return (
         f"{ledger.total:,} B asked for ({ledger.reused:,} saved by reuse, {holes:,} lost to "
-        f"alignment) + {static:,} static + {DEFAULT_RESERVE:,} that the driver keeps"
+        f"alignment) + {shown(static)} static + {DEFAULT_RESERVE:,} that the driver keeps"
     )
 
 
@@ -168,9 +168,8 @@ def _print(
         print(f"  {total_line(ledger, first.static_shared)}")
     else:
         told = "unknown, chosen at launch" if dynamic is None else f"{dynamic:,} B, as you say"
-        print(
-            f"  static {first.static_shared:,} B; dynamic {told}; planes unknown (no spec inside)"
-        )
+        static = shown(first.static_shared)
+        print(f"  static {static} B; dynamic {told}; planes unknown (no spec inside)")
     rows = []
     stars = False
     for limits in chosen:

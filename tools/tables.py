@@ -15,7 +15,7 @@ def table(headers: Sequence[str], rows: Sequence[Sequence[object]], indent: str 
     Integers get thousands separators, None becomes "?". On a terminal the first column is
     shortened in the middle to fit; elsewhere nothing is.
     """
-    cells = [list(headers), *([_cell(value) for value in row] for row in rows)]
+    cells = [list(headers), *([shown(value) for value in row] for row in rows)]
     widths = [max(len(row[i]) for row in cells) for i in range(len(headers))]
     if sys.stdout.isatty():
         rest = len(indent) + sum(w + 2 for w in widths[1:])
@@ -42,7 +42,8 @@ def shortened(text: str, width: int) -> str:
     return f"{text[:head]}…{text[len(text) - (width - 1 - head) :]}"
 
 
-def _cell(value: object) -> str:
+def shown(value: object) -> str:
+    """A cell's text: thousands separators in integers, "?" for None."""
     if value is None:
         return "?"
     return f"{value:,}" if type(value) is int else str(value)

@@ -8,9 +8,10 @@ that cuobjdump prints. Codes above 0x55 mean different things to different toolk
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
+from pyruntime.cubin.elf import Elf
 from pyruntime.errors import CubinError
 
 # In code order from 0x00.
@@ -82,3 +83,20 @@ def read(data: memoryview, what: str) -> Iterator[Attribute]:
             yield Attribute(code, value & 0xFF if form == 2 else value)
         elif form or code or value:  # zeros pad a section
             raise CubinError(f"{what}: attribute format {form} at offset {at - 4}")
+
+
+def section(elf: Elf, name: str) -> tuple[Attribute, ...]:
+    """The attributes of a cubin's section, none if it is absent."""
+    found = elf.by_name.get(name)
+    return tuple(read(found.data, f"{elf.what}: {name}")) if found else ()
+
+
+def find(attributes: Iterable[Attribute], code: int) -> Attribute | None:
+    """The first attribute with a code."""
+    return next((a for a in attributes if a.code == code), None)
+
+
+def word(attributes: Iterable[Attribute], code: int) -> int | None:
+    """The first word of the first attribute with a code."""
+    attribute = find(attributes, code)
+    return attribute.words[0] if attribute and attribute.words else None

@@ -8,11 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pyruntime.cubin import fatbin
-from pyruntime.cubin.elf import EM_AARCH64, EM_CUDA, EM_X86_64, Elf
+from pyruntime.cubin.elf import EM_AARCH64, EM_CUDA, EM_X86_64, ET_REL, Elf
 from pyruntime.errors import CubinError
 
-# Host sections with fat binaries: of whole programs, and of code meant for device linking.
-_HOST_SECTIONS = (".nv_fatbin", "__nv_relfatbin")
 _REFUSED = {
     b"!<arch>\n": "a static library; unpack it first (ar x)",
     b"PK": "a zip archive (a wheel?); unpack it first",
@@ -90,11 +88,18 @@ def _in_file(path: Path) -> Iterator[Member]:
         if elf.machine == EM_CUDA:
             yield Member(what, data)
             return
-        for section in elf.sections:
-            if section.name in _HOST_SECTIONS:
-                yield from _in_fatbin(section.data, what)
+        yield from _in_host(elf)
     else:
         raise CubinError(f"{what}: {_description(head)}")
+
+
+def _in_host(elf: Elf) -> Iterator[Member]:
+    linked, relocatable = (elf.by_name.get(n) for n in (".nv_fatbin", "__nv_relfatbin"))
+    if linked:
+        yield from _in_fatbin(linked.data, elf.what)
+    # A linked program also keeps what its device code was linked from: the same kernels again.
+    if relocatable and (elf.kind == ET_REL or not linked):
+        yield from _in_fatbin(relocatable.data, elf.what)
 
 
 def _in_fatbin(data: memoryview, what: str) -> Iterator[Member]:

@@ -13,9 +13,18 @@ from pyruntime.errors import CubinError
 
 EM_CUDA = 190
 EM_X86_64, EM_AARCH64 = 62, 183
+ET_REL = 1
 STT_FUNC = 2
 # SHT_NULL, SHT_NOBITS, and the kind of `.nv_debug.shared`: their sizes are no bytes of the file.
 _NO_BYTES = frozenset({0, 8, 0x7000000A})
+
+
+def printable(raw: bytes) -> str:
+    """Text from a file, safe for a terminal: control characters and bad UTF-8 become escapes."""
+    text = raw.decode("utf-8", "surrogateescape")
+    if text.isprintable():
+        return text
+    return raw.decode("latin-1").encode("unicode_escape").decode("ascii")
 
 
 @dataclass(frozen=True)
@@ -74,7 +83,7 @@ class Elf:
         if data[4:6] != b"\x02\x01":
             raise CubinError(f"{what}: not a 64-bit little-endian ELF file")
         self.os_abi, self.abi_version = self._unpack("BB", 7)
-        (self.machine,) = self._unpack("<H", 0x12)
+        self.kind, self.machine = self._unpack("<HH", 0x10)
         if self.machine not in machines:
             raise CubinError(
                 f"{what}: an ELF file for machine {self.machine}, "
@@ -149,4 +158,4 @@ class Elf:
         end = table.find(0, offset)
         if end < 0:
             raise CubinError(f"{self.what}: a name at string offset {offset} has no end")
-        return table[offset:end].decode("utf-8", "backslashreplace")
+        return printable(table[offset:end])

@@ -14,7 +14,8 @@ from functools import cached_property
 
 from pyruntime.cubin import attributes
 from pyruntime.cubin.attributes import Attribute
-from pyruntime.cubin.elf import STT_FUNC, Elf, Section, Symbol
+from pyruntime.cubin.elf import ET_REL, STT_FUNC, Elf, Section, Symbol
+from pyruntime.cubin.provenance import arch_of, tool_of
 from pyruntime.cubin.spec import KernelSpec, specs_in
 from pyruntime.errors import CubinError
 
@@ -62,7 +63,8 @@ class KernelFacts:
     """One kernel. Sizes are bytes; None means that the file does not say.
 
     Attributes:
-        static_shared: declared with a size in the kernel, without what the driver reserves.
+        static_shared: declared with a size in the kernel, without what the driver reserves; None in
+            code that is not linked yet.
         stack: per thread, callees included; None where a recursion makes it unbounded.
         max_threads: the launch bound, None without one; `register_cap` likewise.
         required_threads: the exact block shape that a launch must have.
@@ -75,7 +77,7 @@ class KernelFacts:
     name: str
     arch: str
     registers: int | None
-    static_shared: int
+    static_shared: int | None
     stack: int | None
     spills: Spills | None
     barriers: int
@@ -145,15 +147,20 @@ def read_cubin(data: bytes, label: str) -> CubinFacts:
     """
     elf = Elf(data, label)
     symbols = list(elf.symbols())
-    arch = _arch(elf)
-    remarks = [f"section {name} lies past the end of the file" for name in elf.overruns()]
+    arch = arch_of(elf)
+    remarks = (
+        ["not linked yet: shared memory and stack are this file's part only"]
+        if elf.kind == ET_REL
+        else []
+    )
+    remarks += [f"section {name} lies past the end of the file" for name in elf.overruns()]
     try:
         specs = specs_in(elf)
     except CubinError as error:  # of another version of this package
         specs = {}
         remarks.append(str(error))
     noted: dict[str, dict[int, int]] = {}
-    for attribute in _attributes(elf, ".nv.info"):
+    for attribute in attributes.section(elf, ".nv.info"):
         if len(attribute.words) == 2 and attribute.words[0] < len(symbols):
             name = symbols[attribute.words[0]].name
             noted.setdefault(name, {})[attribute.code] = attribute.words[1]
@@ -168,8 +175,8 @@ def read_cubin(data: bytes, label: str) -> CubinFacts:
         for s in functions
         if s.other & _ENTRY
     )
-    tool, options = _tool(elf)
-    apis = {_word(k.attributes, 0x37) for k in kernels} - {None}
+    tool, options = tool_of(elf)
+    apis = {attributes.word(k.attributes, 0x37) for k in kernels} - {None}
     return CubinFacts(
         label=label,
         arch=arch,
@@ -193,30 +200,28 @@ def _kernel(
     spec: KernelSpec | None,
 ) -> KernelFacts:
     name = symbol.name
-    found = tuple(_attributes(elf, f".nv.info.{name}"))
+    found = attributes.section(elf, f".nv.info.{name}")
     if symbol.section >= len(elf.sections):
         raise CubinError(
             f"{elf.what}: kernel {name} lies in section {symbol.section}, which is absent"
         )
     text = elf.sections[symbol.section]
     code = bytes(text.data)
-    shared = elf.by_name.get(f".nv.shared.{name}")
-    reserved = _RESERVED if int(arch[3:].rstrip("af")) >= _RESERVED_FROM else 0
     # The kernel's own frame, and the sum over its calls as ptxas or (linked code) nvlink knows it.
     stack = max(noted.get(code, 0) for code in (0x11, 0x12, 0x23))
-    cluster = _find(found, 0x3D)
-    cap = _word(found, 0x1B)
-    bound, exact = _find(found, 0x05), _find(found, 0x10)
+    cluster = attributes.find(found, 0x3D)
+    cap = attributes.word(found, 0x1B)
+    bound, exact = attributes.find(found, 0x05), attributes.find(found, 0x10)
     return KernelFacts(
         name=name,
         arch=arch,
         registers=noted.get(0x2F, text.info >> 24 or None),
-        static_shared=max(shared.size - reserved, 0) if shared else 0,
+        static_shared=_static_shared(elf, name, arch),
         stack=None if stack == _UNKNOWN_STACK else stack,
         spills=_spills(elf, name, code, found, stack),
         barriers=_barriers(elf, text, found),
         constant_bytes=_size(elf, f".nv.constant0.{name}"),
-        param_bytes=_word(found, 0x19) or 0,
+        param_bytes=attributes.word(found, 0x19) or 0,
         params=_parameters(found),
         max_threads=math.prod(bound.words) if bound else None,
         required_threads=exact.words if exact else None,
@@ -229,14 +234,14 @@ def _kernel(
     )
 
 
-def _arch(elf: Elf) -> str:
-    """The name after -arch. ABI 7 (CUDA 12 below sm_100) and ABI 8 keep it in different bits."""
-    if elf.abi_version < 8:
-        return f"sm_{elf.flags & 0xFF}" + ("a" if elf.flags & 0x800 else "")
-    # CUDA 12.9 flags the `a` variant in e_flags, 13 in attribute 9 of `.nv.compat`.
-    compat = _find(tuple(_attributes(elf, ".nv.compat")), 0x09)
-    specific = elf.flags & 0x8 or (compat is not None and compat.value == 1)
-    return f"sm_{elf.flags >> 8 & 0xFF}" + ("a" if specific else "")
+def _static_shared(elf: Elf, name: str, arch: str) -> int | None:
+    section = elf.by_name.get(f".nv.shared.{name}")
+    if elf.kind == ET_REL:  # the reserve comes when linked; so may memory that files share
+        return section.size if section else None
+    if section is None:
+        return 0
+    reserved = _RESERVED if int(arch[3:].rstrip("a")) >= _RESERVED_FROM else 0
+    return max(section.size - reserved, 0)
 
 
 def _spills(
@@ -245,7 +250,7 @@ def _spills(
     """Spills from the annotations (code offset of each spill instruction, after a kind of 1)."""
     marks = [a.words for a in found if a.code == 0x55]
     if not marks:
-        told = (_word(found, 0x37) or 0) >= _ANNOTATED_FROM
+        told = (attributes.word(found, 0x37) or 0) >= _ANNOTATED_FROM
         return Spills() if told or stack == 0 else None
     counts = {"stores": 0, "loads": 0, "shared": 0}
     for words in marks:
@@ -265,7 +270,7 @@ def _barriers(elf: Elf, text: Section, found: tuple[Attribute, ...]) -> int:
     """Named barriers, as the highest id in use plus one."""
     if elf.abi_version < 8:
         return text.flags >> 20 & 0x7F
-    return _word(found, 0x4C) or 0
+    return attributes.word(found, 0x4C) or 0
 
 
 def _parameters(found: tuple[Attribute, ...]) -> tuple[Parameter, ...]:
@@ -277,40 +282,6 @@ def _parameters(found: tuple[Attribute, ...]) -> tuple[Parameter, ...]:
             size = size >> 18 if attribute.code == 0x17 else size & 0xFFFFFF
             params.append(Parameter(place & 0xFFFF, place >> 16, size))
     return tuple(sorted(params, key=lambda p: p.ordinal))
-
-
-def _tool(elf: Elf) -> tuple[str | None, str | None]:
-    """Tool with version, and its options, from `.note.nv.tkinfo` (ABI 8 only).
-
-    After the note's head of 12 bytes and the owner's name: two words, the offsets of four strings
-    (tool, version, build, options, preceded by the object's), and the strings.
-    """
-    section = elf.by_name.get(".note.nv.tkinfo")
-    if section is None or len(section.data) < 48:
-        return None, None
-    body = bytes(section.data[24:])
-    strings = body[24:]
-    tool, version, _, options = (
-        strings[at:].split(b"\0", 1)[0].decode("utf-8", "backslashreplace").strip()
-        for at in struct.unpack_from("<4I", body, 8)
-    )
-    return f"{tool} {version.rsplit(', ', 1)[-1]}".strip() or None, options or None
-
-
-def _attributes(elf: Elf, name: str) -> list[Attribute]:
-    section = elf.by_name.get(name)
-    if section is None:
-        return []
-    return list(attributes.read(section.data, f"{elf.what}: {name}"))
-
-
-def _find(found: tuple[Attribute, ...], code: int) -> Attribute | None:
-    return next((a for a in found if a.code == code), None)
-
-
-def _word(found: tuple[Attribute, ...], code: int) -> int | None:
-    attribute = _find(found, code)
-    return attribute.words[0] if attribute and attribute.words else None
 
 
 def _size(elf: Elf, name: str) -> int:

@@ -139,11 +139,9 @@ def _most(
 
 
 def _by_registers(registers: int, warps: int, limits: Limits) -> int:
-    per_warp = _round_up(registers * WARP, REGISTER_UNIT)
-    # A launch is checked as if its warps were spread evenly over the partitions.
-    checked = per_warp * _round_up(warps, PARTITIONS)
-    if registers > REGISTERS_PER_THREAD or checked > limits.registers:
+    if registers > REGISTERS_PER_THREAD:
         return 0
+    per_warp = _round_up(registers * WARP, REGISTER_UNIT)
     return limits.registers // PARTITIONS // per_warp * PARTITIONS // warps
 
 

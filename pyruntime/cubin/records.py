@@ -49,7 +49,7 @@ def demand_of(
     """
     known = kernel.threads or threads
     bytes_asked = kernel.dynamic_shared if kernel.dynamic_shared is not None else dynamic
-    if known is None or bytes_asked is None:
+    if known is None or bytes_asked is None or kernel.static_shared is None:
         return None
     return Demand(known, kernel.registers, kernel.static_shared + bytes_asked, kernel.barriers)
 

@@ -58,6 +58,15 @@ def test_zstd_without_the_system_library_says_so(monkeypatch: pytest.MonkeyPatch
         members(DATA / "host-zstd.fatbin")[0].data()
 
 
+def test_code_that_is_not_linked_yet() -> None:
+    (member,) = members(DATA / "unlinked.o")
+    facts = read_cubin(member.data(), member.label)
+    assert facts.remarks == ("not linked yet: shared memory and stack are this file's part only",)
+    assert {k.name: k.static_shared for k in facts.kernels} == {
+        "_Z3sumPfi": 1024, "_Z5twicePf": None,
+    }  # fmt: skip
+
+
 def test_a_folder_skips_what_is_no_device_code(tmp_path: Path) -> None:
     (tmp_path / "deep").mkdir()
     shutil.copy(DATA / "nvcc-13.0-sm_80.cubin", tmp_path / "deep" / "a.cubin")

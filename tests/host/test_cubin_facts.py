@@ -66,13 +66,13 @@ def test_ptxas_figures_cover_what_they_should() -> None:
 @pytest.mark.parametrize(
     ("name", "arch", "abi", "toolkit", "tool", "options"),
     [
-        ("nvcc-13.0-sm_80", "sm_80", 8, "13.0", "ptxas V13.0.88", "-v  -arch sm_80 -m 64"),
-        ("nvcc-13.0-sm_90a", "sm_90a", 8, "13.0", "ptxas V13.0.88", "-v  -arch sm_90a -m 64"),
-        ("nvcc-13.0-sm_100a", "sm_100a", 8, "13.0", "ptxas V13.0.88", "-v  -arch sm_100a -m 64"),
-        ("nvcc-13.0-sm_120", "sm_120", 8, "13.0", "ptxas V13.0.88", "-v  -arch sm_120 -m 64"),
-        ("nvcc-13.5-sm_90a", "sm_90a", 8, "13.5", "ptxas V13.5.37", "-v  -arch sm_90a -m 64"),
+        ("nvcc-13.0-sm_80", "sm_80", 8, "13.0", "ptxas V13.0.88", "-v -arch sm_80 -m 64"),
+        ("nvcc-13.0-sm_90a", "sm_90a", 8, "13.0", "ptxas V13.0.88", "-v -arch sm_90a -m 64"),
+        ("nvcc-13.0-sm_100a", "sm_100a", 8, "13.0", "ptxas V13.0.88", "-v -arch sm_100a -m 64"),
+        ("nvcc-13.0-sm_120", "sm_120", 8, "13.0", "ptxas V13.0.88", "-v -arch sm_120 -m 64"),
+        ("nvcc-13.5-sm_90a", "sm_90a", 8, "13.5", "ptxas V13.5.37", "-v -arch sm_90a -m 64"),
         ("nvrtc-12.9-sm_90a", "sm_90a", 7, "12.9", None, None),
-        ("nvrtc-12.9-sm_100a", "sm_100a", 8, "12.9", "ptxas V12.9.86", "-v  -arch sm_100a"),
+        ("nvrtc-12.9-sm_100a", "sm_100a", 8, "12.9", "ptxas V12.9.86", "-v -arch sm_100a"),
         ("triton-sm_90a", "sm_90a", 8, "13.4", "ptxas-blackwell V13.4.59", None),
     ],
 )
@@ -83,6 +83,21 @@ def test_provenance(
     assert (found.arch, found.abi, found.toolkit, found.tool) == (arch, abi, toolkit, tool)
     assert options is None or found.options == options
     assert not found.remarks
+
+
+@pytest.mark.parametrize(
+    ("name", "flags", "arch"),
+    [
+        # What CUDA 12.9 writes for sm_90, sm_80 and sm_100 without the suffix.
+        ("nvrtc-12.9-sm_90a.cubin", 0x5A055A, "sm_90"),
+        ("nvrtc-12.9-sm_90a.cubin", 0x500550, "sm_80"),
+        ("nvrtc-12.9-sm_100a.cubin", 0x6006402, "sm_100"),
+    ],
+)
+def test_the_suffix_in_the_flags(name: str, flags: int, arch: str) -> None:
+    data = bytearray((DATA / name).read_bytes())
+    data[0x30:0x34] = flags.to_bytes(4, "little")
+    assert read_cubin(bytes(data), name).arch == arch
 
 
 @pytest.mark.parametrize("name", EXPECTED)

@@ -115,6 +115,11 @@ def test_huge_section_offsets_and_sizes(value: int) -> None:
         read_cubin(bytes(data), name)
 
 
+def test_names_cannot_command_a_terminal() -> None:
+    data = (DATA / "nvcc-13.0-sm_90a.cubin").read_bytes().replace(b"plain\0", b"\x1b[2J\xff\0")
+    assert r"\x1b[2J\xff" in {k.name for k in read_cubin(data, "hostile").kernels}
+
+
 def test_a_contract_of_another_version_is_a_remark() -> None:
     name = "nvcc-13.0-sm_90a.cubin"
     data = (DATA / name).read_bytes().replace(b"SRYP"[::-1], b"SRYX"[::-1])

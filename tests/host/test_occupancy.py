@@ -41,6 +41,10 @@ def test_what_fits_nowhere_is_a_finding(capsys: pytest.CaptureFixture[str]) -> N
     assert " 0 " in capsys.readouterr().out
 
 
+def test_a_gpu_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["occupancy", "--threads", "128", "--device", "cuda:99"]) == 3
+
+
 def test_bad_input(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["occupancy", "--threads", "128", "--device", "sm_75"]) == 2
     assert "no limits known for sm_75" in capsys.readouterr().err

@@ -117,6 +117,7 @@ def main() -> None:
         run(args.nvcc_13_0, "-fatbin", f"-compress-mode={mode}", "-Xfatbin", "-compress-all",
             *targets, "-o", f"host-{kind}.fatbin", "host.cu")  # fmt: skip
     run(args.nvcc_13_0, "-c", "-Xcompiler", "-fPIC", *targets, "-o", "host.o", "host.cu")
+    run(args.nvcc_13_0, "-rdc=true", "-c", "-arch=sm_90", "-o", "unlinked.o", "host.cu")
     run("g++", "-shared", "-s", "-o", "libhost.so", "host.o")
 
 
