@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -12,7 +13,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import numpy as np
-from numpy.typing import ArrayLike
+from numpy.typing import ArrayLike, NDArray
 
 from pyruntime.errors import DriverNotFoundError, EngineError
 from pyruntime.gguf import GGUFFile
@@ -82,6 +83,7 @@ class Engine:
         self._metadata = file.metadata
         self._cache: Any = None
         self._closed = False
+        self._lock = threading.RLock()
         self.config = model.config
         self.path = path
         self.max_tokens = max_tokens
@@ -206,28 +208,16 @@ class Engine:
             NumericalError: a value left its range; the text names layer and tensor.
             CudaError, EngineError: see `pyruntime.errors`.
         """
-        self._check_open()
         if hidden is not None:
             raise ValueError(f"hidden={hidden!r} is not supported")
         if logits not in ("last", "all"):
             raise ValueError(f"logits={logits!r}: 'last' or 'all'")
-        started = time.perf_counter()
         tokens = check_tokens(ids, self.config.vocab)
-        target = cache if cache is not None else self._scratch(len(tokens))
-        if target.length + len(tokens) > target.capacity:
-            raise ValueError(
-                f"{len(tokens)} tokens after {target.length} exceed the cache's "
-                f"{target.capacity} positions"
-            )
-        start, parts, gpu_seconds = target.length, [], 0.0
-        try:
-            for first in range(0, len(tokens), self.max_tokens):
-                chunk = tokens[first : first + self.max_tokens]
-                parts.append(self._model.forward(chunk, target, logits=logits))
-                gpu_seconds += getattr(self._model, "gpu_seconds", 0.0)
-        except BaseException:
-            target.length = start  # a prompt is stored whole or not at all
-            raise
+        started = time.perf_counter()
+        with self._lock:
+            self._check_open()
+            target = cache if cache is not None else self._scratch(len(tokens))
+            parts, gpu_seconds = self._run(tokens, target, logits)
         if logits == "last" or len(parts) == 1:
             out = parts[-1]
         else:
@@ -236,6 +226,25 @@ class Engine:
         if gpu_seconds:
             timings["gpu"] = gpu_seconds
         return Result(out, None, cache, len(tokens), timings, self.path)
+
+    def _run(
+        self, tokens: NDArray[np.int32], cache: Any, logits: Literal["last", "all"]
+    ) -> tuple[list[Any], float]:
+        """Logits of each pass, and GPU seconds. A prompt is stored whole or not at all."""
+        start, parts, gpu_seconds = cache.length, [], 0.0
+        if start + len(tokens) > cache.capacity:
+            raise ValueError(
+                f"{len(tokens)} tokens after {start} exceed the cache's {cache.capacity} positions"
+            )
+        try:
+            for first in range(0, len(tokens), self.max_tokens):
+                chunk = tokens[first : first + self.max_tokens]
+                parts.append(self._model.forward(chunk, cache, logits=logits))
+                gpu_seconds += getattr(self._model, "gpu_seconds", 0.0)
+        except BaseException:
+            cache.length = start
+            raise
+        return parts, gpu_seconds
 
     def generate(self, ids: ArrayLike, n: int) -> list[int]:
         """Up to `n` greedy tokens after `ids`, each the argmax of the logits; stops before EOS.
@@ -281,9 +290,10 @@ class Engine:
 
     def close(self) -> None:
         """Gives all memory back. Idempotent. Results and caches in use keep theirs."""
-        self._closed = True
-        self._cache = None
-        self._model.close()
+        with self._lock:
+            self._closed = True
+            self._cache = None
+            self._model.close()
 
     def __enter__(self) -> Engine:
         return self

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cached_property
 
 from pyruntime.driver import api
-from pyruntime.errors import DriverNotFoundError
+from pyruntime.errors import DriverNotFoundError, EngineError
 
 
 def device_count() -> int:
@@ -26,10 +27,11 @@ def driver_version() -> str:
 
 
 class Device:
-    """Device `ordinal`, with its primary context retained until `close`.
+    """Device `ordinal`, with its primary context retained until `close` or longer.
 
     The primary context is the one that the CUDA runtime (and so torch) uses: pointers and streams
     can be shared. `current()` pushes it for a block of code and then restores what was current.
+    Memory that outlives `close` (a result, a cache) keeps the context until it is freed: see `hold`.
 
     Raises:
         DriverNotFoundError: no driver, or no such device.
@@ -43,15 +45,32 @@ class Device:
             )
         self.ordinal = ordinal
         self.handle = api.call("cuDeviceGet", ordinal)
+        self._holders = 1
+        self._closed = False
+        self._lock = threading.Lock()
         self._context = api.call(
             "cuDevicePrimaryCtxRetain", self.handle, what=f"device cuda:{ordinal}"
         )
 
     def close(self) -> None:
-        """Releases the primary context. Idempotent."""
-        if self._context is not None:
-            self._context = None
-            api.call("cuDevicePrimaryCtxRelease", self.handle)
+        """Lets go of the primary context. Idempotent."""
+        if not self._closed:
+            self._closed = True
+            self.drop()
+
+    def hold(self) -> None:
+        """Keeps the context until a matching `drop`."""
+        with self._lock:
+            if self._holders == 0:
+                raise EngineError(f"cuda:{self.ordinal} has been closed")
+            self._holders += 1
+
+    def drop(self) -> None:
+        """Ends a `hold`; the last one releases the context."""
+        with self._lock:
+            self._holders -= 1
+            if self._holders == 0:
+                api.call("cuDevicePrimaryCtxRelease", self.handle)
 
     @contextmanager
     def current(self) -> Iterator[None]:

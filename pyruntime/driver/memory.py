@@ -51,8 +51,11 @@ class DeviceArray:
         """Frees the memory (not that of a view's base). Idempotent."""
         ptr, self.ptr = self.ptr, 0
         if ptr and self._base is None:
-            with self.device.current():
-                api.call("cuMemFree", ptr)
+            try:
+                with self.device.current():
+                    api.call("cuMemFree", ptr)
+            finally:
+                self.device.drop()
 
     def __del__(self) -> None:
         # At interpreter exit the driver may be gone already: the process frees the memory.
@@ -136,10 +139,12 @@ class PinnedBuffer:
 
 
 def _allocate(device: Device, nbytes: int, what: str) -> int:
+    device.hold()
     try:
         with device.current():
             return int(api.call("cuMemAlloc", nbytes))
     except OutOfMemoryError as error:
+        device.drop()
         free, total = device.memory()
         raise OutOfMemoryError(
             f"{what}: {nbytes:,} bytes asked for, {free:,} of {total:,} free on {device.name}"

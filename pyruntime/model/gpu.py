@@ -46,7 +46,9 @@ class Cache:
     The first `length` positions are filled.
     """
 
-    def __init__(self, device: Device, config: ModelConfig, tokens: int) -> None:
+    def __init__(self, owner: GpuModel, tokens: int) -> None:
+        device, config = owner.device, owner.config
+        self.owner = owner
         shape = (config.layers, config.kv_heads, tokens, config.head_dim)
         self.k = DeviceArray(device, shape, np.float16, what="K cache")
         self.v = DeviceArray(device, shape, np.float16, what="V cache")
@@ -104,6 +106,7 @@ class GpuModel:
     ) -> None:
         self.config = config
         self.max_tokens = max_tokens
+        self.gpu_seconds = 0.0  # of the last forward pass
         self._lock = threading.Lock()
         self._process = os.getpid()
         self._lost = ""
@@ -133,7 +136,6 @@ class GpuModel:
         self._decoder = self._owned(Decoder(library, config, weights, self.max_tokens))
         self._decoder.reserve_positions(kv_tokens)
         self._started, self._ended = (self._owned(Event(self.device)) for _ in range(2))
-        self.gpu_seconds = 0.0
 
     def _owned(self, resource: T) -> T:
         self._closers.append(resource.close)
@@ -163,7 +165,7 @@ class GpuModel:
         with self._lock:
             self._check_usable()
             self._decoder.reserve_positions(tokens)
-            return Cache(self.device, self.config, tokens)
+            return Cache(self, tokens)
 
     def forward(
         self,
@@ -187,6 +189,8 @@ class GpuModel:
         """
         tokens = check_tokens(ids, self.config.vocab)
         rows, start = len(tokens), cache.length
+        if cache.owner is not self:
+            raise ValueError("this cache belongs to another model")
         if rows > self.max_tokens:
             raise ValueError(
                 f"{rows} tokens in one pass; this model was loaded for {self.max_tokens}"
@@ -205,8 +209,8 @@ class GpuModel:
                 out = DeviceArray(self.device, shape, np.float32, what="logits")
             try:
                 self._run(tokens, cache, wanted, out)
-            except CudaError as error:
-                if error.code in api.STICKY:
+            except BaseException as error:
+                if isinstance(error, CudaError) and error.code in api.STICKY:
                     self._lost = str(error)
                 else:
                     self._stream.synchronize()  # what did start reads the live block

@@ -59,6 +59,19 @@ def test_closing_gives_all_memory_back() -> None:
     device.close()
 
 
+def test_results_outlive_their_engine() -> None:
+    with load() as engine:
+        result = engine.prefill([1, 2, 3])
+        expected = np.asarray(result.logits)
+    assert np.array_equal(np.asarray(result.logits), expected)
+
+
+def test_a_cache_of_another_engine_is_refused() -> None:
+    with load() as engine, load() as other:
+        with pytest.raises(ValueError, match="another model"):
+            engine.prefill([1], cache=other.new_cache(4))
+
+
 def test_plan_is_what_load_allocates() -> None:
     device = Device(0)
     load().close()
