@@ -30,7 +30,7 @@ class Device:
     """Device `ordinal`, with its primary context retained until `close` or longer.
 
     The primary context is the one that the CUDA runtime (and so torch) uses: pointers and streams
-    can be shared. `current()` pushes it for a block of code and then restores what was current.
+    can be shared. `current()` pushes it for a block of code, then restores what was current.
     Memory that outlives `close` (a result, a cache) keeps the context until it is freed: see `hold`.
 
     Raises:

@@ -67,9 +67,8 @@ def test_results_outlive_their_engine() -> None:
 
 
 def test_a_cache_of_another_engine_is_refused() -> None:
-    with load() as engine, load() as other:
-        with pytest.raises(ValueError, match="another model"):
-            engine.prefill([1], cache=other.new_cache(4))
+    with load() as engine, load() as other, pytest.raises(ValueError, match="another model"):
+        engine.prefill([1], cache=other.new_cache(4))
 
 
 def test_plan_is_what_load_allocates() -> None:
