@@ -83,15 +83,16 @@ struct Attention {
     const __half *k = sequence.k + cached, *v = sequence.v + cached;
     const int64_t pitch = int64_t(p.heads) * HeadDim;
     const int64_t rows_at = (int64_t(sequence.row0) + row0) * pitch + int64_t(head) * HeadDim;
-    const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);  // known to be uniform
-    const int first = warp * kWarpRows;                              // the warp's rows in the tile
+    // From lane 0, so that the compiler knows that branches on it do not split the warp.
+    const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);
+    const int first = warp * kWarpRows;              // the warp's rows in the tile
     const float log2_scale = p.scale * 1.44269504f;  // exp(scale x) = 2^(log2_scale x)
 
     Smem& s = spec::shared<Smem>();
     Output o = {};
     PerRow top, sum = {};
-    for (auto& band : top)
-      band[0] = band[1] = -FLT_MAX;  // finite: a wholly masked row gives no NaN
+    // Finite: minus infinity less itself would make a wholly masked row NaN.
+    for (auto& band : top) band[0] = band[1] = -FLT_MAX;
 
     load_rows(s.q, p.q + rows_at, pitch, -row0, TQ);
     load_rows(s.k, k, HeadDim, 0, keys);
@@ -123,8 +124,8 @@ struct Attention {
   template <int Rows>
   static __device__ void load_rows(__half (&plane)[Rows][kPitch], const __half* matrix,
                                    int64_t pitch, int begin, int end) {
-    constexpr int kLanes = kChunks % 8 ? 4 : 8,
-                  kStep = kThreads / kLanes;  // threads, rows at a time
+    constexpr int kLanes = kChunks % 8 ? 4 : 8;  // threads of a row
+    constexpr int kStep = kThreads / kLanes;     // rows at a time
     static_assert(kChunks % kLanes == 0 && Rows % kStep == 0);
     const int column = threadIdx.x % kLanes * 8;
 #pragma unroll

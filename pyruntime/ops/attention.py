@@ -31,6 +31,7 @@ def attention(
     heads: int,
     kv_heads: int,
     scale: float,
+    kernel: Kernel | None = None,
 ) -> None:
     """Records out = softmax(scale q K^T) V per head, a row at position p seeing keys 0..p.
 
@@ -46,6 +47,7 @@ def attention(
         max_rows: the most rows that any one sequence will have when this runs.
         max_sequences: the most sequences that `live` will hold.
         scale: positive; 1 / sqrt(head_dim) in most models.
+        kernel: a row of the table, instead of the one that `choose` picks.
 
     Raises:
         UnsupportedModelError: no kernel for this head dim.
@@ -57,7 +59,8 @@ def attention(
         raise ValueError(f"attention: q {q.shape} for {heads} heads on {kv_heads} K/V heads")
     if not scale > 0:
         raise ValueError(f"attention: scale {scale} is not positive")
-    kernel = _choose(library, q.shape[1] // heads, max_rows, heads * max_sequences)
+    if kernel is None:
+        kernel = choose(library, q.shape[1] // heads, max_rows, heads * max_sequences)
     program.add(
         kernel,
         grid=(heads, max_sequences, _tiles(kernel, max_rows)),
@@ -76,8 +79,15 @@ def _tiles(kernel: Kernel, rows: int) -> int:
     return -(-rows // int(kernel.spec.tile["tq"]))
 
 
-def _choose(library: Library, head_dim: int, rows: int, columns: int) -> Kernel:
-    """The widest row tile that keeps the device busy, else the narrowest."""
+def choose(library: Library, head_dim: int, max_rows: int, columns: int) -> Kernel:
+    """The widest row tile that keeps the device busy, else the narrowest.
+
+    Args:
+        columns: heads times sequences.
+
+    Raises:
+        UnsupportedModelError: no kernel for this head dim.
+    """
     fitting = [k for k in library.family("attention") if k.spec.tile["hd"] == head_dim]
     if not fitting:
         raise UnsupportedModelError(
@@ -86,5 +96,5 @@ def _choose(library: Library, head_dim: int, rows: int, columns: int) -> Kernel:
         )
     fitting.sort(key=lambda k: int(k.spec.tile["tq"]))
     wanted = _BLOCKS_PER_SM * library.device.sm_count
-    busy = [k for k in fitting[1:] if _tiles(k, rows) * columns >= wanted]
+    busy = [k for k in fitting[1:] if _tiles(k, max_rows) * columns >= wanted]
     return (fitting[:1] + busy)[-1]

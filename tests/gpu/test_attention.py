@@ -12,7 +12,7 @@ import pytest
 
 from pyruntime.driver.program import Program
 from pyruntime.errors import UnsupportedModelError
-from pyruntime.ops.attention import attention, supported_head_dims
+from pyruntime.ops.attention import attention, choose, supported_head_dims
 
 pytestmark = pytest.mark.gpu
 
@@ -87,8 +87,9 @@ def launch(
     """Runs every table row of the head dim on `prompts`, a sequence each, and returns O per prompt.
 
     Demands equal bits of all rows and untouched memory elsewhere. Every slot that no row may look
-    at holds `poison`: other layers, `slack` positions per head, rows between the sequences;
-    `unused` sequences past the live ones have null caches.
+    at holds `poison`: other layers, `slack` positions per head, rows between the sequences.
+    Without slack the last key is the end of the allocation. `unused` sequences past the live ones
+    have null caches.
     """
     _, heads, head_dim = prompts[0].q.shape
     kv_heads = prompts[0].k.shape[0]
@@ -104,7 +105,7 @@ def launch(
         q[places[-1]] = p.q.reshape(rows, heads * head_dim)
         pointers = []
         for values in (p.k, p.v):
-            cache = poisoned((layer + 2, kv_heads, keys + slack, head_dim), poison)
+            cache = poisoned((layer + 1 + bool(slack), kv_heads, keys + slack, head_dim), poison)
             cache[layer, :, :keys] = values
             held.append(gpu.upload(cache))
             pointers.append(held[-1].ptr)
@@ -121,17 +122,18 @@ def launch(
         program = Program()
         attention(
             program,
-            SimpleNamespace(device=gpu.library.device, family=lambda _, k=kernel: [k]),
+            gpu.library,
             q=gpu.upload(q),
             out=out,
             live=gpu.upload(np.array([row_count, len(prompts), 0, 0], np.int32)),
             sequences=gpu.upload(table.view(np.uint8)),
-            max_rows=longest + 70,  # a row tile more than any sequence has
+            max_rows=longest + 130,  # a row tile more than any sequence has
             max_sequences=len(table),
             layer=layer,
             heads=heads,
             kv_heads=kv_heads,
             scale=scale or head_dim**-0.5,
+            kernel=kernel,
         )
         gpu.run(program)
         outputs.append(gpu.download(out))
@@ -291,22 +293,16 @@ def test_rows_and_cache_beyond_32_bits(gpu: Any, rng: Any) -> None:
     check(gpu.download(out).reshape(prompt.q.shape), prompt, scale)
 
 
-def test_choice_of_table_row(gpu: Any) -> None:
-    def tile(rows: int, head_dim: int) -> int:
-        program = Program()
-        q = SimpleNamespace(ptr=0, shape=(rows, 28 * head_dim), dtype=np.dtype(np.float16))
-        arguments = dict.fromkeys(("live", "sequences", "layer"), 0)
-        sizes = {"max_rows": rows, "max_sequences": 1, "heads": 28, "kv_heads": 4, "scale": 1.0}
-        attention(program, gpu.library, q=q, out=q, **arguments, **sizes)
-        return int(program.launches[0].kernel.spec.tile["tq"])
-
-    for head_dim in HEAD_DIMS:
-        tiles = [
-            int(k.spec.tile["tq"])
-            for k in gpu.library.family("attention")
-            if k.spec.tile["hd"] == head_dim
-        ]
-        assert (tile(1, head_dim), tile(1 << 20, head_dim)) == (min(tiles), max(tiles))
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+def test_choice_of_table_row(gpu: Any, head_dim: int) -> None:
+    """Narrow row tiles for short prompts, wide ones where there is work for all."""
+    tiles = [
+        int(k.spec.tile["tq"])
+        for k in gpu.library.family("attention")
+        if k.spec.tile["hd"] == head_dim
+    ]
+    assert choose(gpu.library, head_dim, 1, 28).spec.tile["tq"] == min(tiles)
+    assert choose(gpu.library, head_dim, 1 << 20, 28).spec.tile["tq"] == max(tiles)
 
 
 def test_refusals(gpu: Any) -> None:

@@ -1,0 +1,88 @@
+"""Every row of the attention table on the prompts of four models, against the chosen row.
+
+Random-normal data, one sequence, causal; a figure is the median of ROUNDS timings of LAUNCHES
+launches each. TF counts the half of the square that causal attention needs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+from typing import Any
+
+import numpy as np
+
+from pyruntime.driver.device import Device
+from pyruntime.driver.library import Library
+from pyruntime.driver.memory import DeviceArray
+from pyruntime.driver.program import Program
+from pyruntime.driver.stream import Stream
+from pyruntime.driver.timing import time_program
+from pyruntime.model.live import LiveBlock
+from pyruntime.ops.attention import attention, choose
+
+MODELS = ((28, 4, 128), (32, 8, 64), (32, 32, 96), (16, 8, 256))  # heads, K/V heads, head dim
+LENGTHS = (128, 512, 1024, 2048, 4096, 8192)
+ROUNDS, LAUNCHES = 7, 10
+
+
+def measure(library: Library, stream: Stream, model: tuple[int, ...], rows: int) -> dict[str, Any]:
+    """Milliseconds per launch of each table row, and the choice."""
+    heads, kv_heads, head_dim = model
+    rng = np.random.default_rng(0)
+
+    def normal(*shape: int) -> DeviceArray:
+        values = rng.standard_normal(shape, np.float32).astype(np.float16)
+        return DeviceArray(library.device, shape, np.float16).upload(values)
+
+    q, out = (normal(rows, heads * head_dim) for _ in range(2))
+    k, v = (normal(kv_heads, rows, head_dim) for _ in range(2))
+    block, ids = LiveBlock(library.device, rows), np.zeros(rows, np.int32)
+    with library.device.current():
+        block.upload(stream, ids, start=0, capacity=rows, k=k, v=v, wanted=ids[:1])
+    raw = {}
+    for kernel in library.family("attention"):
+        if kernel.spec.tile["hd"] == head_dim:
+            program = Program()
+            for _ in range(LAUNCHES):
+                attention(
+                    program, library, q=q, out=out, live=block.live, sequences=block.sequences,
+                    max_rows=rows, max_sequences=1, layer=0, heads=heads, kv_heads=kv_heads,
+                    scale=head_dim**-0.5, kernel=kernel,
+                )  # fmt: skip
+            times = time_program(program, stream, rounds=ROUNDS)
+            raw[kernel.name] = [t / LAUNCHES for t in times]
+    return {"choice": choose(library, head_dim, rows, heads).name, "ms": raw}
+
+
+def report(model: tuple[int, ...], rows: int, figure: dict[str, Any]) -> None:
+    heads, kv_heads, head_dim = model
+    print(f"{heads}/{kv_heads}/{head_dim} nt={rows}")
+    for name, times in figure["ms"].items():
+        ms = statistics.median(times)
+        tf = 2 * heads * head_dim * rows * (rows + 1) / ms / 1e9
+        print(f"    {name:<32} {1e3 * ms:9.1f} us {tf:7.0f} TF{' *' * (name == figure['choice'])}")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--json", action="store_true")
+    args = parser.parse_args()
+    device = Device(0)
+    library, stream = Library(device), Stream(device)
+    figures = {}
+    for model in MODELS:
+        for rows in LENGTHS:
+            figure = measure(library, stream, model, rows)
+            figures["/".join(map(str, model)) + f" {rows}"] = figure
+            if not args.json:
+                report(model, rows, figure)
+    if args.json:
+        print(json.dumps(figures))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
