@@ -31,7 +31,7 @@ class Device:
 
     The primary context is the one that the CUDA runtime (and so torch) uses: pointers and streams
     can be shared. `current()` pushes it for a block of code, then restores what was current.
-    Memory that outlives `close` (a result, a cache) keeps the context until it is freed: see `hold`.
+    Memory that outlives `close` (a result, a cache) keeps the context until it is freed (`hold`).
 
     Raises:
         DriverNotFoundError: no driver, or no such device.
