@@ -75,8 +75,7 @@ struct Attention {
     const Sequence sequence = p.sequences[blockIdx.y];
     const int row0 = sequence.rows - (int(blockIdx.z) + 1) * TQ;  // negative in a partial tile
     if (row0 <= -TQ) return;
-    const int position0 = sequence.start + row0;
-    const int keys = position0 + TQ;
+    const int keys = sequence.start + row0 + TQ;  // that the last row sees, itself included
     const int head = blockIdx.x, kv_head = head / (p.heads / p.kv_heads);
     const int64_t cached =
         (int64_t(p.layer) * p.kv_heads + kv_head) * sequence.capacity * int64_t(HeadDim);
@@ -97,23 +96,23 @@ struct Attention {
     load_rows(s.q, p.q + rows_at, pitch, -row0, TQ);
     load_rows(s.k, k, HeadDim, 0, keys);
     ptx::copy_async_commit();
-    for (int key0 = 0; key0 < keys; key0 += TKV) {
-      const bool seen = key0 < position0 + first + kWarpRows;  // by any row of the warp
+    for (int left = keys; left > 0; left -= TKV) {
+      const int ahead = left - TQ + first;      // of the tile's first key, the warp's first row
+      const bool seen = ahead + kWarpRows > 0;  // by any row of the warp
       ptx::copy_async_wait<0>();
       __syncthreads();  // K is here, and nobody reads the last V any more
-      load_rows(s.v, v, HeadDim, 0, keys - key0);
+      load_rows(s.v, v, HeadDim, 0, left);
       v += TKV * HeadDim;
       ptx::copy_async_commit();
       Scores scores = {};
       if (seen) multiply_keys(scores, s.q, s.k, first);
       ptx::copy_async_wait<0>();
       __syncthreads();  // V is here, and nobody reads K any more
-      const int next = key0 + TKV;
       k += TKV * HeadDim;
-      if (next < keys) load_rows(s.k, k, HeadDim, 0, keys - next);
+      if (left > TKV) load_rows(s.k, k, HeadDim, 0, left - TKV);
       ptx::copy_async_commit();
       if (!seen) continue;
-      if (next - 1 > position0 + first) mask(scores, position0 + first - key0);
+      if (ahead < TKV - 1) mask(scores, ahead);
       softmax(scores, o, top, sum, log2_scale);
       multiply_values(o, scores, s.v);
     }
@@ -160,8 +159,8 @@ struct Attention {
     }
   }
 
-  // Minus infinity where the key comes after the row; `ahead` is the position of the warp's first
-  // row less that of the tile's first key.
+  // Minus infinity where the key comes after the row; the warp's first row is at the position
+  // `ahead` of that of the tile's first key.
   static __device__ void mask(Scores& scores, int ahead) {
     const int row = ahead + threadIdx.x % 32 / 4, key = threadIdx.x % 4 * 2;
 #pragma unroll
