@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, cast
 
 from pyruntime.errors import UnsupportedModelError
 from pyruntime.model.keys import ArchitectureKeys, value_shown
-from pyruntime.model.rope import RopeConfig, RopeScaling, RopeStyle
+from pyruntime.model.rope import RopeConfig, RopeScaling, RopeStyle, rope_table
 from pyruntime.model.tensors import check_tensor, check_tensors, find_tensor
 
 if TYPE_CHECKING:
@@ -152,7 +152,7 @@ def _rope(keys: ArchitectureKeys, style: RopeStyle, dim: int, context: int) -> R
         raise keys.refusal("rope.scaling.type", problem)
     if scaling == "none" and factor != 1:
         raise keys.refusal("rope.scaling.factor", f"is {factor} with rope.scaling.type 'none'")
-    return RopeConfig(
+    rope = RopeConfig(
         style=style,
         dim=dim,
         base=base,
@@ -164,6 +164,12 @@ def _rope(keys: ArchitectureKeys, style: RopeStyle, dim: int, context: int) -> R
         beta_slow=keys.number("rope.scaling.yarn_beta_slow", 1.0),
         factors=_rope_factors(keys.file, dim // 2),
     )
+    try:
+        rope_table(rope, [0, context])
+    except (ArithmeticError, ValueError) as error:
+        reason = f"and its neighbours give no usable frequencies ({error})"
+        raise keys.refusal("rope.scaling.yarn_beta_fast", reason) from None
+    return rope
 
 
 def _rope_factors(file: GGUFFile, pairs: int) -> tuple[float, ...]:

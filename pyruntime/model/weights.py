@@ -129,8 +129,24 @@ class Weights:
             outer_placements(config, embedding),
             *(layer_placements(config, i) for i in range(config.layers)),
         ]
-        groups = [_allocate(library.device, group) for group in placements]
+        groups: list[dict[str, DeviceArray]] = [{} for _ in placements]
         self.outer, self.layers = groups[0], groups[1:]
+        try:
+            for arrays, group in zip(groups, placements, strict=True):
+                _allocate(library.device, group, arrays)
+            self._fill(file, groups, placements, library, progress)
+        except BaseException:
+            self.close()
+            raise
+
+    def _fill(
+        self,
+        file: GGUFFile,
+        groups: list[dict[str, DeviceArray]],
+        placements: list[dict[str, Placement]],
+        library: Library,
+        progress: Callable[[int], object],
+    ) -> None:
         parts: list[MatrixPart] = []
         for arrays, group in zip(groups, placements, strict=True):
             for name, placement in group.items():
@@ -155,13 +171,9 @@ class Weights:
             array.close()
 
 
-def _allocate(device: Device, placements: Mapping[str, Placement]) -> dict[str, DeviceArray]:
-    return {
-        name: DeviceArray(
-            device,
-            placement.shape,
-            placement.dtype,
-            what=f"weight {placement.sources[0].tensor}",
-        )
-        for name, placement in placements.items()
-    }
+def _allocate(
+    device: Device, placements: Mapping[str, Placement], arrays: dict[str, DeviceArray]
+) -> None:
+    for name, placement in placements.items():
+        what = f"weight {placement.sources[0].tensor}"
+        arrays[name] = DeviceArray(device, placement.shape, placement.dtype, what=what)
