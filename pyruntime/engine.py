@@ -171,18 +171,22 @@ class Engine:
         cls,
         model: str | os.PathLike[str],
         *,
+        device: str = "auto",
         weights: str = "auto",
         attention: str = "auto",
         kv_dtype: str = "f16",
         max_tokens: int | None = None,
         kv_tokens: int | None = None,
+        memory_budget: int | None = None,
         graphs: str = "auto",
         exact: str = "fast",
+        stream: int | None = None,
     ) -> dict[str, int]:
-        """Device bytes by category that `load` and one cache will hold; nothing is allocated.
+        """Device bytes by category that `load` with the same options and one cache will hold.
 
-        While it loads, 64 MiB or more of staging buffers come on top. Raises: as `load` does for
-        the file and the options.
+        Nothing is allocated and no device is asked: `device`, `memory_budget` and `stream` change
+        nothing. While it loads, 64 MiB or more of staging buffers come on top. Raises: as `load`
+        does for the file and the options.
         """
         _check_options(weights, attention, kv_dtype, graphs, exact)
         from pyruntime.hub import resolve

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import ctypes
 import struct
+from contextlib import suppress
 from typing import Any
 
 from pyruntime.cubin.installed import cubins_for, manifest
 from pyruntime.cubin.spec import LETTERS, KernelSpec, read_specs
 from pyruntime.driver import api
 from pyruntime.driver.device import Device, driver_version
-from pyruntime.errors import CubinError, DriverNotFoundError
+from pyruntime.errors import CubinError, CudaError, DriverNotFoundError
 
 _BLOCK_ALIGNMENT = 64  # a CUtensorMap inside the parameter struct
 
@@ -77,7 +78,8 @@ class Library:
                     for spec in read_specs(data, str(path)).values():
                         self._add(module, spec)
         except BaseException:
-            self.close()
+            with suppress(CudaError):  # the first failure is the one to report
+                self.close()
             raise
 
     def _add(self, module: Any, spec: KernelSpec) -> None:

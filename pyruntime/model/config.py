@@ -89,7 +89,7 @@ class ModelConfig:
             ffn=keys.integer("feed_forward_length"),
             vocab=_vocabulary(keys),
             context_length=context_length,
-            eps=keys.number("attention.layer_norm_rms_epsilon"),
+            eps=_epsilon(keys),
             tied="output.weight" not in file.tensors,
             qkv_bias=row.qkv_bias,
             qk_norm=row.qk_norm,
@@ -98,6 +98,14 @@ class ModelConfig:
         keys.refuse_unread()
         check_tensors(file, config)
         return config
+
+
+def _epsilon(keys: ArchitectureKeys) -> float:
+    """RMSNorm's epsilon, which kernels take as a float32."""
+    eps = keys.number("attention.layer_norm_rms_epsilon")
+    if not 1e-38 < eps < 1:
+        raise keys.refusal("attention.layer_norm_rms_epsilon", f"is {eps}, not within 1e-38 and 1")
+    return eps
 
 
 def _architecture(file: GGUFFile) -> str:

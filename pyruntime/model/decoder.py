@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
+from contextlib import suppress
 
 import numpy as np
 
 from pyruntime.driver.library import Library
 from pyruntime.driver.memory import DeviceArray
 from pyruntime.driver.program import Program
+from pyruntime.errors import CudaError
 from pyruntime.model.config import DOWN_SCALE, ModelConfig
 from pyruntime.model.live import LiveBlock
 from pyruntime.model.rope import rope_table
@@ -72,7 +74,8 @@ class Decoder:
                 what = f"activation {name}"
                 self.activations[name] = DeviceArray(library.device, shape, dtype, what=what)
         except BaseException:
-            self.close()
+            with suppress(CudaError):  # the first failure is the one to report
+                self.close()
             raise
 
     def reserve_positions(self, positions: int) -> None:

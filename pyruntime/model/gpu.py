@@ -122,7 +122,7 @@ class GpuModel:
         self._process = os.getpid()
         self._lost = ""  # the failure that lost the device's context, if one did
         self._resources = ExitStack()
-        weakref.finalize(self, self._resources.close).atexit = False
+        weakref.finalize(self, _abandon, self._resources).atexit = False
         self._open = True
         try:
             self._load(file, ordinal, kv_tokens, memory_budget, stream, progress)
@@ -294,8 +294,20 @@ class GpuModel:
             return  # the driver's state is the parent's
         with self._lock:
             self._open = False
-            if not self._lost:  # else there is nothing left to free
+            if self._lost:
+                return  # there is nothing left to free
+            try:
                 self._resources.close()
+            except CudaError as error:
+                self._note(error)
+                if not self._lost:
+                    raise
+
+
+def _abandon(resources: ExitStack) -> None:
+    """Frees what an engine held that was dropped without `close`."""
+    with suppress(CudaError):
+        resources.close()
 
 
 def _check_sizes(file: GGUFFile, c: ModelConfig, library: Library) -> None:

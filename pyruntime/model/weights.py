@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -15,6 +16,7 @@ import numpy as np
 from pyruntime.driver.device import Device
 from pyruntime.driver.library import Library
 from pyruntime.driver.memory import DeviceArray
+from pyruntime.errors import CudaError
 from pyruntime.model.config import ModelConfig
 from pyruntime.model.loader import MatrixPart, load_matrices
 
@@ -136,7 +138,8 @@ class Weights:
                 _allocate(library.device, group, arrays)
             self._fill(file, groups, placements, library, progress)
         except BaseException:
-            self.close()
+            with suppress(CudaError):  # the first failure is the one to report
+                self.close()
             raise
 
     def _fill(
