@@ -99,7 +99,3 @@ def _help() -> str:
             *lines,
         ]
     )
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -23,7 +23,7 @@ IDS = ",".join(map(str, prompts(TINY)[0].ids))
 def run(*arguments: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
     """`pyruntime` in a process of its own, with every GPU hidden."""
     return subprocess.run(
-        [sys.executable, "-P", "-m", "pyruntime.cli", *arguments],
+        [sys.executable, "-P", "-m", "pyruntime", *arguments],
         input=stdin,
         capture_output=True,
         text=True,
