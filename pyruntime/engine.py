@@ -61,7 +61,8 @@ class Result:
         cache: the cache that was passed in, or None.
         tokens: how many ids were processed.
         timings: seconds: "wall", and on a GPU "gpu" (between events around the passes).
-        path: the backend and device that did it, such as "cuda:0 (NVIDIA H200)" or "cpu (NumPy)".
+        path: the backend and device that did it, such as "cuda:0 (NVIDIA H200)" or "cpu (NumPy)",
+            and the attention kernel where one was asked for.
     """
 
     logits: Any
@@ -122,8 +123,10 @@ class Engine:
             model: a path, an alias such as "smollm2", or "hf:owner/repo/file.gguf".
             device: "auto" (the first GPU, or NumPy with a warning), "cpu", or "cuda:N".
             weights: "fp16", or "auto", which is that today.
-            attention, kv_dtype, graphs, exact: "auto", "f16", "auto" and "fast"; other values are
-                refused until they exist.
+            attention: "auto" (the fastest kernel), or a variant by name: "fast", or a step of its
+                history, "r46_base", "r46", "r48", "r50" or "r57", for head dims 64 and 128.
+            kv_dtype, graphs, exact: "f16", "auto" and "fast"; other values are refused until they
+                exist.
             max_tokens: rows of one pass; longer prompts take several. Default 4096, or the model's
                 context length if that is shorter.
             kv_tokens: the longest prompt without a cache of its own. By default the internal cache
@@ -139,7 +142,7 @@ class Engine:
         """
         from pyruntime.hub import resolve
 
-        _check_options(weights, attention, kv_dtype, graphs, exact)
+        _check_options(weights, kv_dtype, graphs, exact)
         with GGUFFile.open(resolve(model)) as file:
             config = ModelConfig.from_gguf(file)
             kv_limit = kv_tokens
@@ -150,6 +153,8 @@ class Engine:
 
                 if memory_budget is not None or stream is not None:
                     raise ValueError("memory_budget and stream are for a GPU; this is the CPU")
+                if attention != "auto":
+                    raise ValueError(f"attention={attention!r} names a GPU kernel: NumPy has none")
                 reference = ReferenceModel(file, config, progress=progress)
                 return cls(reference, "cpu (NumPy)", file, max_tokens, kv_tokens, kv_limit)
             from pyruntime.model.gpu import GpuModel
@@ -162,9 +167,11 @@ class Engine:
                 kv_tokens=kv_tokens,
                 memory_budget=memory_budget,
                 stream=stream,
+                attention=attention,
                 progress=progress or (lambda _: None),
             )
-            return cls(gpu, gpu.device_name, file, max_tokens, kv_tokens, kv_limit)
+            path = gpu.device_name + (f", attention {attention}" if attention != "auto" else "")
+            return cls(gpu, path, file, max_tokens, kv_tokens, kv_limit)
 
     @classmethod
     def plan(
@@ -185,10 +192,10 @@ class Engine:
         """Device bytes by category that `load` with the same options and one cache will hold.
 
         Nothing is allocated and no device is asked: `device`, `memory_budget` and `stream` change
-        nothing. While it loads, 64 MiB or more of staging buffers come on top. Raises: as `load`
-        does for the file and the options.
+        nothing, nor does `attention`, whose kernels take no memory. While it loads, 64 MiB or more
+        of staging buffers come on top. Raises: as `load` does for the file and the other options.
         """
-        _check_options(weights, attention, kv_dtype, graphs, exact)
+        _check_options(weights, kv_dtype, graphs, exact)
         from pyruntime.hub import resolve
         from pyruntime.model.gpu import device_bytes
 
@@ -346,10 +353,9 @@ class Engine:
         self.close()
 
 
-def _check_options(weights: str, attention: str, kv_dtype: str, graphs: str, exact: str) -> None:
+def _check_options(weights: str, kv_dtype: str, graphs: str, exact: str) -> None:
     for name, value, known in (
         ("weights", weights, ("auto", "fp16")),
-        ("attention", attention, ("auto",)),
         ("kv_dtype", kv_dtype, ("f16",)),
         ("graphs", graphs, ("auto", "off")),
         ("exact", exact, ("fast",)),

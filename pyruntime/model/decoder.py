@@ -56,15 +56,24 @@ def activation_bytes(c: ModelConfig, max_tokens: int) -> int:
 
 
 class Decoder:
-    """Activation buffers for up to `max_tokens` rows, and programs over them."""
+    """Activation buffers for up to `max_tokens` rows, and programs over them.
+
+    `variant` names the attention kernel, see `ops.attention.choose`.
+    """
 
     def __init__(
-        self, library: Library, config: ModelConfig, weights: Weights, max_tokens: int
+        self,
+        library: Library,
+        config: ModelConfig,
+        weights: Weights,
+        max_tokens: int,
+        variant: str = "auto",
     ) -> None:
         self.config = config
         self.max_tokens = max_tokens
         self._library = library
         self._weights = weights
+        self._variant = variant
         self.activations: dict[str, DeviceArray] = {}
         self._tables: tuple[DeviceArray, DeviceArray] | None = None
         self._programs: OrderedDict[tuple[int, bool], Program] = OrderedDict()
@@ -222,6 +231,7 @@ class Decoder:
             heads=c.heads,
             kv_heads=c.kv_heads,
             scale=c.head_dim**-0.5,
+            variant=self._variant,
         )
 
     def close(self) -> None:

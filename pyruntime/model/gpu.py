@@ -29,7 +29,7 @@ from pyruntime.model.decoder import Decoder, activation_bytes, site_name
 from pyruntime.model.live import NO_OVERFLOW, live_bytes
 from pyruntime.model.tokens import check_tokens
 from pyruntime.model.weights import Weights, weight_bytes
-from pyruntime.ops.attention import supported_head_dims
+from pyruntime.ops.attention import choose
 
 if TYPE_CHECKING:
     from pyruntime.gguf import GGUFFile
@@ -95,11 +95,13 @@ class GpuModel:
             is counted when memory is checked before anything is allocated.
         memory_budget: the most bytes that `device_bytes` may come to; all that is free by default.
         stream: a foreign stream's handle (an address), or None for one of its own.
+        attention: the attention kernel, see `ops.attention.choose`.
         progress: called with the file bytes of each piece that has arrived.
 
     Raises:
         DriverNotFoundError, ArchMismatchError, CubinError: no device to run on.
         UnsupportedModelError: a size that the kernels do not cover.
+        ValueError: an unknown attention kernel.
         OutOfMemoryError: the text gives the bytes needed and free.
     """
 
@@ -113,6 +115,7 @@ class GpuModel:
         kv_tokens: int,
         memory_budget: int | None = None,
         stream: int | None = None,
+        attention: str = "auto",
         progress: Callable[[int], object] = lambda _: None,
     ) -> None:
         self.config = config
@@ -125,7 +128,7 @@ class GpuModel:
         weakref.finalize(self, _abandon, self._resources).atexit = False
         self._open = True
         try:
-            self._load(file, ordinal, kv_tokens, memory_budget, stream, progress)
+            self._load(file, ordinal, kv_tokens, memory_budget, stream, attention, progress)
         except BaseException:
             with suppress(CudaError):  # the first failure is the one to report
                 self.close()
@@ -138,16 +141,17 @@ class GpuModel:
         kv_tokens: int,
         memory_budget: int | None,
         stream: int | None,
+        attention: str,
         progress: Callable[[int], object],
     ) -> None:
         config = self.config
         self.device = self._owned(Device(ordinal))
         library = self._owned(Library(self.device))
-        _check_sizes(file, config, library)
+        _check_sizes(file, config, library, attention)
         self._check_memory(device_bytes(file, config, self.max_tokens, kv_tokens), memory_budget)
         self._stream = self._owned(Stream(self.device, stream))
         weights = self._owned(Weights(file, config, library, progress))
-        self._decoder = self._owned(Decoder(library, config, weights, self.max_tokens))
+        self._decoder = self._owned(Decoder(library, config, weights, self.max_tokens, attention))
         self._decoder.reserve_positions(kv_tokens)
         self._decoder.program(self.max_tokens, every_row=False)  # sizes are refused here, not later
         self._started, self._ended = (self._owned(Event(self.device)) for _ in range(2))
@@ -310,13 +314,12 @@ def _abandon(resources: ExitStack) -> None:
         resources.close()
 
 
-def _check_sizes(file: GGUFFile, c: ModelConfig, library: Library) -> None:
+def _check_sizes(file: GGUFFile, c: ModelConfig, library: Library, attention: str) -> None:
     """Refuses, by name, what the kernels do not cover."""
-    if c.head_dim not in supported_head_dims(library):
-        raise UnsupportedModelError(
-            f"{file.path}: head dimension {c.head_dim}; the kernels cover "
-            f"{', '.join(map(str, supported_head_dims(library)))}"
-        )
+    try:
+        choose(library, c.head_dim, 1, c.heads, attention)
+    except UnsupportedModelError as error:
+        raise UnsupportedModelError(f"{file.path}: {error}") from None
     sizes = {"embedding_length": c.hidden, "feed_forward_length": c.ffn}
     for name, size in sizes.items():
         if size % 8:

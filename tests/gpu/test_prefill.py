@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 import pytest
@@ -23,8 +24,8 @@ FACTOR, FLOOR = 2.0, 5e-3
 
 
 @contextmanager
-def engine_for(stem: str) -> Iterator[Engine]:
-    with Engine.load(model_path(stem), device="cuda:0", max_tokens=2048) as engine:
+def engine_for(stem: str, **options: Any) -> Iterator[Engine]:
+    with Engine.load(model_path(stem), device="cuda:0", max_tokens=2048, **options) as engine:
         yield engine
 
 
@@ -60,24 +61,37 @@ def check_greedy(engine: Engine, prompt: Prompt, tolerance: float) -> None:
         assert tokens[step] == token, (prompt.name, step)
 
 
+def check_errors(engine: Engine, reference: ReferenceModel, stem: str) -> None:
+    """Pooled errors within those of the reference's fp16 mode, best token and greedy text equal."""
+    ours, theirs = [], []
+    for prompt in prompts(stem):
+        logits = np.asarray(engine.prefill(prompt.ids, logits="all").logits)
+        ours.append(all_errors(logits, prompt))
+        cache = reference.new_cache(len(prompt.ids))
+        theirs.append(all_errors(reference.forward(prompt.ids, cache, logits="all"), prompt))
+        if prompt.top10_logits[-1, 0] - prompt.top10_logits[-1, 1] > 2 * FLOOR:
+            assert logits[-1].argmax() == prompt.top10_ids[-1, 0], prompt.name
+    mine, bound = np.concatenate(ours), np.concatenate(theirs)
+    largest = max(FACTOR * np.abs(bound).max(), FLOOR)
+    assert np.abs(mine).max() <= largest
+    assert np.sqrt((mine**2).mean()) <= max(FACTOR * np.sqrt((bound**2).mean()), FLOOR)
+    for prompt in prompts(stem):
+        check_greedy(engine, prompt, largest)
+
+
 @pytest.mark.parametrize("stem", [*TINY, SMOLLM2])
 def test_errors_are_those_of_fp16(stem: str) -> None:
-    reference = reference_for(stem)
-    ours, theirs = [], []
     with engine_for(stem) as engine:
-        for prompt in prompts(stem):
-            logits = np.asarray(engine.prefill(prompt.ids, logits="all").logits)
-            ours.append(all_errors(logits, prompt))
-            cache = reference.new_cache(len(prompt.ids))
-            theirs.append(all_errors(reference.forward(prompt.ids, cache, logits="all"), prompt))
-            if prompt.top10_logits[-1, 0] - prompt.top10_logits[-1, 1] > 2 * FLOOR:
-                assert logits[-1].argmax() == prompt.top10_ids[-1, 0], prompt.name
-        mine, bound = np.concatenate(ours), np.concatenate(theirs)
-        largest = max(FACTOR * np.abs(bound).max(), FLOOR)
-        assert np.abs(mine).max() <= largest
-        assert np.sqrt((mine**2).mean()) <= max(FACTOR * np.sqrt((bound**2).mean()), FLOOR)
-        for prompt in prompts(stem):
-            check_greedy(engine, prompt, largest)
+        check_errors(engine, reference_for(stem), stem)
+
+
+@pytest.mark.parametrize("variant", ["fast", "r46-base", "r46", "r48", "r50", "r57"])
+@pytest.mark.parametrize("stem", ["tiny-llama-q8_0", "tiny-qwen3-q6_k"])
+def test_every_attention_variant(stem: str, variant: str) -> None:
+    """Within the same bounds at head dims 64 and 128."""
+    with engine_for(stem, attention=variant) as engine:
+        check_errors(engine, reference_for(stem), stem)
+        assert engine.prefill([1]).path.endswith(f", attention {variant}")
 
 
 def test_smollm2_is_within_its_gates() -> None:
