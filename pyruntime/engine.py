@@ -47,6 +47,7 @@ class Model(Protocol):
 
     def new_cache(self, tokens: int) -> Any: ...
     def forward(self, ids: ArrayLike, cache: Any, *, logits: Literal["last", "all"]) -> Any: ...
+    def launches(self) -> dict[str, int]: ...
     def close(self) -> None: ...
 
 
@@ -303,6 +304,14 @@ class Engine:
             out.append(token)
             step = [token]
         return out
+
+    def launches(self) -> dict[str, int]:
+        """How often each kernel was launched since `load` began; empty on the CPU.
+
+        A kernel that is absent never ran.
+        """
+        self._check_open()
+        return self._model.launches()
 
     @cached_property
     def _stop_ids(self) -> frozenset[int]:

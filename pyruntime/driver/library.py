@@ -17,13 +17,18 @@ _BLOCK_ALIGNMENT = 64  # a CUtensorMap inside the parameter struct
 
 
 class Kernel:
-    """One kernel with its contract. Its shared-memory limit has been raised to what it asks for."""
+    """One kernel with its contract. Its shared-memory limit has been raised to what it asks for.
+
+    Attributes:
+        launches: how often it has been launched by a `Program` that ran to its end.
+    """
 
     def __init__(self, spec: KernelSpec, function: Any, registers: int) -> None:
         self.spec = spec
         self.name = spec.name
         self.function = function
         self.registers = registers
+        self.launches = 0
 
     def pack(self, params: dict[str, Any]) -> ctypes.Array[ctypes.c_char]:
         """Encodes parameters by name into the kernel's parameter struct.
@@ -128,6 +133,10 @@ class Library:
             reasons = [r for n, r in self.refused.items() if n.split("_", 1)[0] == name]
             raise CubinError("; ".join(reasons) or f"no kernel of family {name} in the cubins")
         return found
+
+    def launches(self) -> dict[str, int]:
+        """Launches so far by kernel name; kernels that never ran are left out."""
+        return {k.name: k.launches for k in self._kernels.values() if k.launches}
 
     def close(self) -> None:
         """Unloads the modules. Idempotent."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from collections import Counter
 from typing import Any
 
 from pyruntime.driver import api
@@ -36,6 +37,7 @@ class Program:
 
     def __init__(self) -> None:
         self.launches: list[Launch] = []
+        self._counts: Counter[Kernel] = Counter()
 
     def add(
         self, kernel: Kernel, *, grid: tuple[int, int, int] | tuple[int, int] | int, **params: Any
@@ -50,9 +52,10 @@ class Program:
         if not (0 < x < 2**31 and 0 < y < 65536 and 0 < z < 65536):
             raise ValueError(f"kernel {kernel.name}: grid {(x, y, z)} is out of range")
         self.launches.append(Launch(kernel, (x, y, z), params))
+        self._counts[kernel] += 1
 
     def run(self, stream: Stream) -> None:
-        """Enqueues every launch on `stream`; the device's context must be current.
+        """Enqueues every launch on `stream` and counts it; the device's context must be current.
 
         Raises:
             CudaError: a launch failed; the text names kernel, grid and bytes.
@@ -63,3 +66,5 @@ class Program:
             (status,) = launch_kernel(*launch.head, handle, launch.arguments, 0)
             if status:
                 raise api.failure("cuLaunchKernel", status, str(launch))
+        for kernel, count in self._counts.items():
+            kernel.launches += count

@@ -146,7 +146,7 @@ class GpuModel:
     ) -> None:
         config = self.config
         self.device = self._owned(Device(ordinal))
-        library = self._owned(Library(self.device))
+        self._library = library = self._owned(Library(self.device))
         _check_sizes(file, config, library, attention)
         self._check_memory(device_bytes(file, config, self.max_tokens, kv_tokens), memory_budget)
         self._stream = self._owned(Stream(self.device, stream))
@@ -198,6 +198,10 @@ class GpuModel:
     def device_name(self) -> str:
         """Such as "cuda:0 (NVIDIA H200)"."""
         return f"cuda:{self.device.ordinal} ({self.device.name})"
+
+    def launches(self) -> dict[str, int]:
+        """Launches so far by kernel name, those of loading included."""
+        return self._library.launches()
 
     def new_cache(self, tokens: int) -> Cache:
         """An empty cache for `tokens` positions. Raises ValueError, OutOfMemoryError."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -88,10 +89,29 @@ def test_errors_are_those_of_fp16(stem: str) -> None:
 @pytest.mark.parametrize("variant", ["fast", "r46-base", "r46", "r48", "r50", "r57"])
 @pytest.mark.parametrize("stem", ["tiny-llama-q8_0", "tiny-qwen3-q6_k"])
 def test_every_attention_variant(stem: str, variant: str) -> None:
-    """Within the same bounds at head dims 64 and 128."""
+    """Within the same bounds at head dims 64 and 128, and nothing else ran in its place."""
     with engine_for(stem, attention=variant) as engine:
         check_errors(engine, reference_for(stem), stem)
+        ran = {name for name in engine.launches() if name.startswith("attention_")}
+        hd = engine.config.head_dim
+        prefix = "attention_" + ("" if variant == "fast" else variant.replace("-", "_") + "_")
+        assert ran and all(name.startswith(f"{prefix}hd{hd}_") for name in ran)
         assert engine.prefill([1]).path.endswith(f", attention {variant}")
+
+
+def test_launches_are_those_of_the_graph() -> None:
+    with engine_for("tiny-llama-q8_0") as engine:
+        before = Counter(engine.launches())
+        engine.prefill([1, 2, 3])
+        added = Counter(engine.launches()) - before
+    by_family: Counter[str] = Counter()
+    for name, count in added.items():
+        by_family[name.split("_", 1)[0]] += count
+    layers = engine.config.layers
+    assert by_family == {
+        "rows": 2, "norm": 2 * layers + 1, "gemm": 4 * layers + 1, "rope": layers,
+        "attention": layers,
+    }  # fmt: skip
 
 
 def test_smollm2_is_within_its_gates() -> None:

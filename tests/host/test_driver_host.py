@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import struct
+from types import SimpleNamespace
 
 import pytest
 
@@ -11,6 +12,7 @@ from pyruntime.cubin.spec import KernelSpec, Param
 from pyruntime.driver import api
 from pyruntime.driver.library import Kernel
 from pyruntime.driver.program import Program
+from pyruntime.errors import CudaError
 
 SPEC = KernelSpec(
     name="demo_x",
@@ -23,6 +25,10 @@ SPEC = KernelSpec(
     planes=(),
 )
 KERNEL = Kernel(SPEC, object(), 32)
+
+
+class Status(int):
+    name = "CUDA_ERROR_INVALID_VALUE"
 
 
 class Pointer:
@@ -64,10 +70,23 @@ def test_a_grid_out_of_range_is_refused(grid: int | tuple[int, ...]) -> None:
         Program().add(KERNEL, grid=grid, map=b"", p=0, n=1, s=1.0)  # type: ignore[arg-type]
 
 
-def test_a_failure_names_call_code_and_what() -> None:
-    class Status(int):
-        name = "CUDA_ERROR_INVALID_VALUE"
+def test_a_program_counts_the_launches_of_each_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    answers = [0]
+    driver = SimpleNamespace(cuLaunchKernel=lambda *_: (Status(answers[0]),))
+    monkeypatch.setattr(api, "bindings", lambda: driver)
+    kernels = [Kernel(SPEC, object(), 32) for _ in range(2)]
+    program = Program()
+    for kernel in (kernels[0], kernels[1], kernels[0]):
+        program.add(kernel, grid=1, map=b"", p=0, n=1, s=1.0)
+    for _ in range(3):
+        program.run(SimpleNamespace(handle=0))  # type: ignore[arg-type]
+    answers[0] = 1
+    with pytest.raises(CudaError, match="demo_x"):
+        program.run(SimpleNamespace(handle=0))  # type: ignore[arg-type]
+    assert [kernel.launches for kernel in kernels] == [6, 3]
 
+
+def test_a_failure_names_call_code_and_what() -> None:
     error = api.failure("cuLaunchKernel", Status(1), "kernel x, grid (1, 1, 1)")
     assert str(error) == (
         "cuLaunchKernel failed: CUDA_ERROR_INVALID_VALUE (1); kernel x, grid (1, 1, 1)"
