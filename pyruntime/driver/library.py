@@ -138,6 +138,20 @@ class Library:
         """Launches so far by kernel name; kernels that never ran are left out."""
         return {k.name: k.launches for k in self._kernels.values() if k.launches}
 
+    def blocks_per_sm(self, kernel: Kernel) -> int:
+        """How many blocks of `kernel` the driver says an SM holds at once."""
+        spec = kernel.spec
+        with self.device.current():
+            return int(
+                api.call(
+                    "cuOccupancyMaxActiveBlocksPerMultiprocessor",
+                    kernel.function,
+                    spec.threads,
+                    spec.smem_bytes,
+                    what=f"kernel {spec.name}",
+                )
+            )
+
     def close(self) -> None:
         """Unloads the modules. Idempotent."""
         modules, self._modules = self._modules, []
