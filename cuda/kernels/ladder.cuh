@@ -16,6 +16,10 @@
 // Grid: (heads, sequences, row tiles of the longest sequence), numbered anew with the tile as the
 // fastest index. Rows past the end of a sequence are zeros and are not stored.
 //
+// Where this departs from the originals: r46 and its base had wmma's 16x16x16 fragments, here all
+// use the mma of attention.cuh; only a partial tile's O went through shared memory; head dim 64 is
+// new.
+//
 // With 32 keys per tile the register forms, r48 and r57, give the bits of attention.cuh. The others
 // group the online softmax's sums by another tile (r46_base, r50) or over other lanes (r46).
 #pragma once
