@@ -27,7 +27,8 @@ def tensor_map(matrix: DeviceArray, box_rows: int, box_columns: int) -> TensorMa
         CudaError: the driver refuses; rows must be whole 16-byte units on a 16-byte boundary.
     """
     rows, columns = matrix.shape
-    encoded = TensorMap(_encode(matrix.ptr, rows, columns, box_rows, box_columns))
+    with matrix.device.current():  # the driver looks the address up in a context
+        encoded = TensorMap(_encode(matrix.ptr, rows, columns, box_rows, box_columns))
     encoded.matrix = matrix
     return encoded
 
