@@ -211,7 +211,8 @@ def _compile(arch: str) -> dict[str, str]:
     hashes: dict[str, str] = {}
     with tempfile.TemporaryDirectory() as folder:
         jobs = []
-        for source in sorted((ROOT / "cuda/kernels").glob("*.cu")):
+        kernels = ROOT / "cuda/kernels"
+        for source in sorted([*kernels.glob("*.cu"), *kernels.glob(f"sm_{arch}/*.cu")]):
             cubin = Path(folder, f"{source.stem}.cubin")
             target = f"arch=compute_{arch},code=sm_{arch}"
             command = [nvcc, "-cubin", "-std=c++17", "-O3", "-gencode", target]

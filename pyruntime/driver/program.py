@@ -7,7 +7,7 @@ from collections import Counter
 from typing import Any
 
 from pyruntime.driver import api
-from pyruntime.driver.library import Kernel
+from pyruntime.driver.library import Kernel, cluster_launch
 from pyruntime.driver.stream import Stream
 
 
@@ -22,6 +22,7 @@ class Launch:
         self._pointers = (ctypes.c_void_p * 1)(ctypes.addressof(self._block))
         spec = kernel.spec
         self.head = (kernel.function, *grid, spec.threads, 1, 1, spec.smem_bytes)
+        self.clustered = cluster_launch(spec, grid) if spec.cluster > 1 else None
         self.arguments = ctypes.addressof(self._pointers)
 
     def __str__(self) -> str:
@@ -45,12 +46,16 @@ class Program:
         """Appends a launch of `grid` blocks (x, y, z) with parameters by their exported names.
 
         Raises:
-            ValueError: a grid dimension is beyond what CUDA allows.
+            ValueError: a grid dimension is beyond what CUDA allows, or no whole clusters.
             TypeError: see `Kernel.pack`.
         """
         x, y, z = (*((grid,) if isinstance(grid, int) else grid), 1, 1)[:3]
         if not (0 < x < 2**31 and 0 < y < 65536 and 0 < z < 65536):
             raise ValueError(f"kernel {kernel.name}: grid {(x, y, z)} is out of range")
+        if x % kernel.spec.cluster:
+            raise ValueError(
+                f"kernel {kernel.name}: grid {(x, y, z)} in clusters of {kernel.spec.cluster}"
+            )
         self.launches.append(Launch(kernel, (x, y, z), params))
         self._counts[kernel] += 1
 
@@ -60,10 +65,16 @@ class Program:
         Raises:
             CudaError: a launch failed; the text names kernel, grid and bytes.
         """
-        launch_kernel = api.bindings().cuLaunchKernel
+        driver = api.bindings()
+        launch_kernel, launch_clusters = driver.cuLaunchKernel, driver.cuLaunchKernelEx
         handle = stream.handle
         for launch in self.launches:
-            (status,) = launch_kernel(*launch.head, handle, launch.arguments, 0)
+            if launch.clustered is None:
+                (status,) = launch_kernel(*launch.head, handle, launch.arguments, 0)
+            else:
+                launch.clustered.hStream = handle
+                function = launch.kernel.function
+                (status,) = launch_clusters(launch.clustered, function, launch.arguments, 0)
             if status:
                 raise api.failure("cuLaunchKernel", status, str(launch))
         for kernel, count in self._counts.items():

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import struct
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -12,6 +14,7 @@ from pyruntime.cubin.spec import KernelSpec, Param
 from pyruntime.driver import api
 from pyruntime.driver.library import Kernel
 from pyruntime.driver.program import Program
+from pyruntime.driver.stream import Stream
 from pyruntime.errors import CudaError
 
 SPEC = KernelSpec(
@@ -91,3 +94,39 @@ def test_a_failure_names_call_code_and_what() -> None:
     assert str(error) == (
         "cuLaunchKernel failed: CUDA_ERROR_INVALID_VALUE (1); kernel x, grid (1, 1, 1)"
     )
+
+
+def test_a_kernel_with_clusters_is_launched_with_its_attribute(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from cuda.bindings import driver
+
+    calls: list[Any] = []
+
+    class Driver:
+        """The bindings' types; launches are written down."""
+
+        def __getattr__(self, name: str) -> Any:
+            if name.startswith("cuLaunchKernel"):
+                return lambda *args: (calls.append((name, args)), (0,))[1]
+            return getattr(driver, name)
+
+    monkeypatch.setattr(api, "bindings", Driver)
+    params: dict[str, Any] = {"map": b"", "p": 0, "n": 1, "s": 1.0}
+    clustered = Kernel(dataclasses.replace(SPEC, tile={"cluster": 3}), "function", 32)
+    program = Program()
+    program.add(KERNEL, grid=4, **params)
+    program.add(clustered, grid=6, **params)
+    with pytest.raises(ValueError, match=r"demo_x: grid \(4, 1, 1\) in clusters of 3"):
+        program.add(clustered, grid=4, **params)
+    for handle in (7, 9):
+        program.run(Stream(None, handle))  # type: ignore[arg-type]
+    assert [name for name, _ in calls] == ["cuLaunchKernel", "cuLaunchKernelEx"] * 2
+    config, function, arguments, _ = calls[-1][1]
+    assert (function, arguments) == ("function", program.launches[1].arguments)
+    assert (config.gridDimX, config.blockDimX, config.sharedMemBytes) == (6, 128, 1024)
+    assert int(config.hStream) == 9
+    (attribute,) = config.attrs
+    assert attribute.id == driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+    size = attribute.value.clusterDim
+    assert (size.x, size.y, size.z) == (3, 1, 1)
