@@ -75,7 +75,11 @@ def test_a_grid_out_of_range_is_refused(grid: int | tuple[int, ...]) -> None:
 
 def test_a_program_counts_the_launches_of_each_run(monkeypatch: pytest.MonkeyPatch) -> None:
     answers = [0]
-    driver = SimpleNamespace(cuLaunchKernel=lambda *_: (Status(answers[0]),))
+
+    def launch(*_: object) -> tuple[Status]:
+        return (Status(answers[0]),)
+
+    driver = SimpleNamespace(cuLaunchKernel=launch, cuLaunchKernelEx=launch)
     monkeypatch.setattr(api, "bindings", lambda: driver)
     kernels = [Kernel(SPEC, object(), 32) for _ in range(2)]
     program = Program()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -125,7 +126,8 @@ def test_choices_among_engines(
 
 
 def array(*shape: int, dtype: str = "float16", ptr: int = 256) -> Any:
-    return SimpleNamespace(shape=shape, dtype=np.dtype(dtype), ptr=ptr)
+    device = SimpleNamespace(current=nullcontext)
+    return SimpleNamespace(shape=shape, dtype=np.dtype(dtype), ptr=ptr, device=device)
 
 
 GOOD = {
