@@ -23,6 +23,7 @@ COMMANDS = {
     "inspect": ("pyruntime.tools.inspect", "show registers, memory and spills of kernels"),
     "ledger": ("pyruntime.tools.ledger", "account for shared memory, plane by plane"),
     "occupancy": ("pyruntime.tools.occupancy", "count blocks per SM for given resources"),
+    "banks": ("pyruntime.tools.banks", "find bank conflicts in accesses to shared memory"),
     "diff": ("pyruntime.tools.diff", "compare the kernels of two builds"),
     "gate": ("pyruntime.tools.gate", "fail when kernels break rules or a baseline"),
 }
