@@ -24,6 +24,7 @@ COMMANDS = {
     "ledger": ("pyruntime.tools.ledger", "account for shared memory, plane by plane"),
     "occupancy": ("pyruntime.tools.occupancy", "count blocks per SM for given resources"),
     "banks": ("pyruntime.tools.banks", "find bank conflicts in accesses to shared memory"),
+    "sass": ("pyruntime.tools.sass", "count machine instructions by kind and loop"),
     "diff": ("pyruntime.tools.diff", "compare the kernels of two builds"),
     "gate": ("pyruntime.tools.gate", "fail when kernels break rules or a baseline"),
 }
