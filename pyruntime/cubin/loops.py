@@ -33,6 +33,8 @@ class Loop:
 
 def loops(instructions: Sequence[Instruction]) -> tuple[Loop, ...]:
     """The loops of a kernel by address, each before those inside it."""
+    if not instructions:
+        return ()
     starts, successors = _graph(instructions)
     order, before = _walk(successors, _roots(instructions, starts))
     dominators = _dominators(order, before)
@@ -49,7 +51,7 @@ def _graph(
 ) -> tuple[list[int], dict[int, list[int]]]:
     """First instructions of the basic blocks, and block -> blocks that may follow."""
     count = len(instructions)
-    leaders = {0} if count else set()
+    leaders = {0}
     for i, instruction in enumerate(instructions):
         if instruction.target is not None or instruction.name in _ENDS:
             leaders |= {i + 1} if i + 1 < count else set()

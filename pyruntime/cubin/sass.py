@@ -33,6 +33,7 @@ def _kind(name: str, unit: str, opcodes: str) -> Kind:
 
 # What no set lists and begins with U runs on the uniform datapath.
 _UNIFORM = Kind("uniform", "uniform datapath", frozenset())
+_PADDING = _kind("padding", "none", "NOP")
 _OTHER = Kind("other", "not known here", frozenset())
 KINDS = (
     _kind("tensor", "tensor cores", """HMMA IMMA DMMA BMMA QMMA OMMA HGMMA QGMMA IGMMA BGMMA
@@ -66,7 +67,7 @@ KINDS = (
         CCTLL CCTLT ARRIVES WARPGROUP WARPGROUPSET UCGABAR_ARV UCGABAR_WAIT ACQBULK NANOSLEEP"""),
     _kind("control", "branches", """BRA BRX BRXU JMP JMX JMXU CALL RET EXIT KILL BSSY BSYNC BREAK
         WARPSYNC ENDCOLLECTIVE YIELD PREEXIT USETMAXREG BPT PMTRIG CSMTEST UCLEA"""),
-    _kind("padding", "none", "NOP"),
+    _PADDING,
     _OTHER,
 )  # fmt: skip
 _BY_OPCODE = {opcode: kind for kind in KINDS for opcode in kind.opcodes}
@@ -119,7 +120,9 @@ class Instruction:
 
     @property
     def kind(self) -> Kind:
-        """Its class."""
+        """Its class; what can never run (predicate @!PT) is padding."""
+        if self.predicate == "@!PT":
+            return _PADDING
         name = self.name
         return _BY_OPCODE.get(name) or (_UNIFORM if name.startswith("U") else _OTHER)
 
