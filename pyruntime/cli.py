@@ -6,7 +6,9 @@ Each module has `main(argv) -> int`; nothing but the chosen one is imported.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
+import io
 import logging
 import os
 import sys
@@ -20,7 +22,7 @@ COMMANDS = {
     "info": ("pyruntime.commands.info", "list a model's metadata, tensors and memory needs"),
     "doctor": ("pyruntime.commands.doctor", "tell what of driver, devices and cubins is there"),
     "synth": ("pyruntime.tools.synth", "write a model file with real shapes and random weights"),
-    "inspect": ("pyruntime.tools.inspect", "show registers, memory and spills of kernels"),
+    "inspect": ("pyruntime.tools.inspection", "show registers, memory and spills of kernels"),
     "ledger": ("pyruntime.tools.ledger", "account for shared memory, plane by plane"),
     "occupancy": ("pyruntime.tools.occupancy", "count blocks per SM for given resources"),
     "banks": ("pyruntime.tools.banks", "find bank conflicts in accesses to shared memory"),
@@ -34,37 +36,59 @@ COMMANDS = {
 def main(argv: list[str] | None = None) -> int:
     """Runs one command line (default: the process's) and returns the exit code."""
     arguments = sys.argv[1:] if argv is None else argv
-    if not arguments or arguments[0] in ("-h", "--help"):
-        print(_help())
-        return 0 if arguments else 2
-    if arguments[0] == "--version":
-        print(f"pyruntime {__version__}")
-        return 0
-    name, rest = arguments[0], arguments[1:]
-    if name not in COMMANDS:
-        print(f"pyruntime: unknown command {name!r}\n\n{_help()}", file=sys.stderr)
-        return 2
-    logging.basicConfig(
-        format="pyruntime: %(message)s", level=os.environ.get("PYRUNTIME_LOG", "WARNING").upper()
-    )
+    name = arguments[0] if arguments else ""
     try:
-        code: int = importlib.import_module(COMMANDS[name][0]).main(rest)
-        sys.stdout.flush()
+        code = _dispatch(name, arguments[1:])
+        if sys.stdout is not None:
+            sys.stdout.flush()
         return code
     except PyruntimeError as error:
         return _failed(name, error, error.exit_code)
-    except (OSError, ValueError) as error:
-        if isinstance(error, BrokenPipeError):
-            # The reader of our output has left; keep Python from complaining at exit.
-            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-            return 0
-        return _failed(name, error, 2)
+    except BrokenPipeError:
+        # The reader of our output has left; keep Python from complaining at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        return 0
+    except (OSError, ValueError, ImportError) as error:
+        code = _failed(name, error, 2)
+        if isinstance(error, OSError) and sys.stdout is not None:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what is buffered may fail again
+        return code
+    except MemoryError:
+        return _failed(name, MemoryError("out of host memory"), 1)
     except KeyboardInterrupt:
         return 130
 
 
+def _dispatch(name: str, arguments: list[str]) -> int:
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # a token may be beyond the terminal
+    if name in ("", "-h", "--help", "help"):
+        print(_help())
+        return 0 if name else 2
+    if name == "--version":
+        print(f"pyruntime {__version__}")
+        return 0
+    if name not in COMMANDS:
+        raise ValueError(f"unknown command; there are {', '.join(COMMANDS)}")
+    level = os.environ.get("PYRUNTIME_LOG") or "WARNING"
+    if level.upper() not in logging.getLevelNamesMapping():
+        raise ValueError(f"PYRUNTIME_LOG={level}: a level such as DEBUG, INFO or WARNING")
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("pyruntime: %(message)s"))
+    log = logging.getLogger("pyruntime")
+    log.addHandler(handler)
+    log.setLevel(level.upper())
+    code: int = importlib.import_module(COMMANDS[name][0]).main(arguments)
+    return code
+
+
 def _failed(name: str, error: Exception, code: int) -> int:
-    print(f"pyruntime {name}: {error}", file=sys.stderr)
+    command = f"pyruntime {name}".rstrip()
+    if isinstance(error, ImportError):
+        error = ImportError(f"{error}; is the package installed? ('pip install .')")
+    with contextlib.suppress(OSError, AttributeError):  # no stderr to say it on
+        print(f"{command}: {error}", file=sys.stderr)
+    logging.getLogger("pyruntime").debug("traceback", exc_info=error)
     return code
 
 
@@ -78,7 +102,3 @@ def _help() -> str:
             *lines,
         ]
     )
-
-
-if __name__ == "__main__":
-    sys.exit(main())

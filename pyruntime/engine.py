@@ -78,8 +78,18 @@ class Engine:
     Calls from several threads are served one after the other.
     """
 
-    def __init__(self, model: Model, path: str, file: GGUFFile, max_tokens: int, kv_tokens: int):
+    def __init__(
+        self,
+        model: Model,
+        path: str,
+        file: GGUFFile,
+        max_tokens: int,
+        kv_tokens: int,
+        kv_limit: int | None,
+    ) -> None:
         self._model = model
+        self._process = os.getpid()
+        self._kv_limit = kv_limit
         self._metadata = file.metadata
         self._cache: Any = None
         self._closed = False
@@ -114,11 +124,12 @@ class Engine:
             weights: "fp16", or "auto", which is that today.
             attention, kv_dtype, graphs, exact: "auto", "f16", "auto" and "fast"; other values are
                 refused until they exist.
-            max_tokens: rows of one pass on a GPU; longer prompts take several. Default 4096, or the
-                model's context length if that is shorter.
-            kv_tokens: the longest prompt without a cache of its own; default `max_tokens`.
-            memory_budget: the most device memory to use, in bytes.
-            stream: the address of a CUDA stream to run on; default: one of its own.
+            max_tokens: rows of one pass; longer prompts take several. Default 4096, or the model's
+                context length if that is shorter.
+            kv_tokens: the longest prompt without a cache of its own. By default the internal cache
+                begins with `max_tokens` positions (or 4096) and grows up to the context length.
+            memory_budget: the most device memory, in bytes, that `plan` may come to (GPU only).
+            stream: the address of a CUDA stream to run on; default: one of its own (GPU only).
             progress: called with the file bytes of each piece loaded.
 
         Raises:
@@ -131,13 +142,16 @@ class Engine:
         _check_options(weights, attention, kv_dtype, graphs, exact)
         with GGUFFile.open(resolve(model)) as file:
             config = ModelConfig.from_gguf(file)
+            kv_limit = kv_tokens
             max_tokens, kv_tokens = _sizes(config, max_tokens, kv_tokens)
             ordinal = _choose(device)
             if ordinal is None:
                 from pyruntime.reference.model import ReferenceModel
 
+                if memory_budget is not None or stream is not None:
+                    raise ValueError("memory_budget and stream are for a GPU; this is the CPU")
                 reference = ReferenceModel(file, config, progress=progress)
-                return cls(reference, "cpu (NumPy)", file, max_tokens, kv_tokens)
+                return cls(reference, "cpu (NumPy)", file, max_tokens, kv_tokens, kv_limit)
             from pyruntime.model.gpu import GpuModel
 
             gpu = GpuModel(
@@ -150,20 +164,31 @@ class Engine:
                 stream=stream,
                 progress=progress or (lambda _: None),
             )
-            return cls(gpu, gpu.device_name, file, max_tokens, kv_tokens)
+            return cls(gpu, gpu.device_name, file, max_tokens, kv_tokens, kv_limit)
 
     @classmethod
     def plan(
         cls,
         model: str | os.PathLike[str],
         *,
+        device: str = "auto",
+        weights: str = "auto",
+        attention: str = "auto",
+        kv_dtype: str = "f16",
         max_tokens: int | None = None,
         kv_tokens: int | None = None,
+        memory_budget: int | None = None,
+        graphs: str = "auto",
+        exact: str = "fast",
+        stream: int | None = None,
     ) -> dict[str, int]:
-        """Device bytes by category that `load` and one cache will hold; nothing is allocated.
+        """Device bytes by category that `load` with the same options and one cache will hold.
 
-        Raises: as `load` does for the file.
+        Nothing is allocated and no device is asked: `device`, `memory_budget` and `stream` change
+        nothing. While it loads, 64 MiB or more of staging buffers come on top. Raises: as `load`
+        does for the file and the options.
         """
+        _check_options(weights, attention, kv_dtype, graphs, exact)
         from pyruntime.hub import resolve
         from pyruntime.model.gpu import device_bytes
 
@@ -204,7 +229,8 @@ class Engine:
             logits: for the last row, or for all.
 
         Raises:
-            ValueError: bad ids, or more than the cache (or `kv_tokens`) holds.
+            ValueError: bad ids, more than the cache (or `kv_tokens`) holds, or more than the
+                model's context length.
             NumericalError: a value left its range; the text names layer and tensor.
             CudaError, EngineError: see `pyruntime.errors`.
         """
@@ -214,14 +240,12 @@ class Engine:
             raise ValueError(f"logits={logits!r}: 'last' or 'all'")
         tokens = check_tokens(ids, self.config.vocab)
         started = time.perf_counter()
+        self._check_open()
         with self._lock:
             self._check_open()
             target = cache if cache is not None else self._scratch(len(tokens))
             parts, gpu_seconds = self._run(tokens, target, logits)
-        if logits == "last" or len(parts) == 1:
-            out = parts[-1]
-        else:
-            out = np.concatenate([np.asarray(part) for part in parts])
+        out = parts[-1] if logits == "last" or len(parts) == 1 else np.concatenate(parts)
         timings = {"wall": time.perf_counter() - started}
         if gpu_seconds:
             timings["gpu"] = gpu_seconds
@@ -232,14 +256,20 @@ class Engine:
     ) -> tuple[list[Any], float]:
         """Logits of each pass, and GPU seconds. A prompt is stored whole or not at all."""
         start, parts, gpu_seconds = cache.length, [], 0.0
-        if start + len(tokens) > cache.capacity:
-            raise ValueError(
-                f"{len(tokens)} tokens after {start} exceed the cache's {cache.capacity} positions"
-            )
+        if not isinstance(start, int) or not 0 <= start <= cache.capacity:
+            raise ValueError(f"the cache's length is {start!r}, not within 0 and {cache.capacity}")
+        for most, what in (
+            (cache.capacity, "the cache's {} positions"),
+            (self.config.context_length, "the model's context of {} tokens"),
+        ):
+            if start + len(tokens) > most:
+                raise ValueError(f"{len(tokens)} tokens after {start} exceed {what.format(most)}")
         try:
             for first in range(0, len(tokens), self.max_tokens):
                 chunk = tokens[first : first + self.max_tokens]
-                parts.append(self._model.forward(chunk, cache, logits=logits))
+                part = self._model.forward(chunk, cache, logits=logits)
+                # Of a prompt in one pass the array itself, of many passes copies on the host.
+                parts.append(part if len(chunk) == len(tokens) else np.asarray(part))
                 gpu_seconds += getattr(self._model, "gpu_seconds", 0.0)
         except BaseException:
             cache.length = start
@@ -274,26 +304,35 @@ class Engine:
 
     def _scratch(self, tokens: int) -> Any:
         """The cache behind calls without one, emptied."""
-        if tokens > self.kv_tokens:
+        if self._kv_limit is not None and tokens > self._kv_limit:
             raise ValueError(
-                f"{tokens} tokens without a cache; this engine was loaded for "
-                f"kv_tokens={self.kv_tokens}"
+                f"{tokens} tokens without a cache; this engine was loaded with "
+                f"kv_tokens={self._kv_limit}"
             )
-        if self._cache is None:
-            self._cache = self._model.new_cache(self.kv_tokens)
+        if self._cache is None or self._cache.capacity < tokens:
+            self._cache = None  # give the smaller one back first
+            self._cache = self._model.new_cache(max(tokens, self.kv_tokens))
         self._cache.length = 0
         return self._cache
 
     def _check_open(self) -> None:
         if self._closed:
             raise EngineError("this engine has been closed")
+        if self._process != os.getpid():
+            raise EngineError("this engine belongs to the parent process: load one after the fork")
 
     def close(self) -> None:
         """Gives all memory back. Idempotent. Results and caches in use keep theirs."""
+        if self._process != os.getpid():
+            return
         with self._lock:
             self._closed = True
             self._cache = None
             self._model.close()
+
+    def __repr__(self) -> str:
+        state = ", closed" if self._closed else ""
+        return f"<Engine {self.config.name} on {self.path}{state}>"
 
     def __enter__(self) -> Engine:
         return self
@@ -320,15 +359,19 @@ def _check_options(weights: str, attention: str, kv_dtype: str, graphs: str, exa
 
 
 def _sizes(config: ModelConfig, max_tokens: int | None, kv_tokens: int | None) -> tuple[int, int]:
-    rows = min(MAX_TOKENS, config.context_length) if max_tokens is None else max_tokens
-    positions = rows if kv_tokens is None else kv_tokens
-    if rows < 1 or positions < 1:
-        raise ValueError(f"max_tokens={rows}, kv_tokens={positions}: both must be at least 1")
-    return rows, positions
+    """Rows of one pass, and positions of the internal cache."""
+    for name, value in (("max_tokens", max_tokens), ("kv_tokens", kv_tokens)):
+        if value is not None and (not isinstance(value, int) or value < 1):
+            raise ValueError(f"{name}={value!r}: it must be an integer of at least 1")
+    usual = min(MAX_TOKENS, config.context_length)
+    rows = usual if max_tokens is None else max_tokens
+    return rows, max(rows, usual) if kv_tokens is None else kv_tokens
 
 
 def _choose(device: str) -> int | None:
     """The ordinal of the GPU to use, or None for NumPy."""
+    if not isinstance(device, str):
+        raise ValueError(f"device={device!r}: 'auto', 'cpu' or 'cuda:N'")
     if device == "cpu":
         return None
     if device == "auto":

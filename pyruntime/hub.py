@@ -112,7 +112,10 @@ def _target(wheel: _Wheel) -> Path:
     """Where the member of `wheel` is kept, by the XDG base directory specification."""
     base = Path(os.environ.get("XDG_CACHE_HOME", ""))
     if not base.is_absolute():
-        base = Path.home() / ".cache"
+        try:
+            base = Path.home() / ".cache"
+        except RuntimeError:
+            raise DownloadError("no home folder: set XDG_CACHE_HOME to keep models in") from None
     return base / "pyruntime" / "models" / Path(wheel.member).name
 
 

@@ -128,9 +128,12 @@ def _pytest(marker: str, *, prefix: tuple[str, ...] = (), timeout: int) -> dict[
     run = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
                          text=True, check=False)  # fmt: skip
     print(run.stdout, flush=True)
-    counts = {
-        word: int(n) for n, word in re.findall(r"(\d+) (passed|failed|skipped|error)", run.stdout)
-    }
+    # pytest's closing line; a sanitizer's summary may follow it.
+    closing = re.findall(
+        r"^.*\b(?:passed|failed|error)\b.* in [\d.]+s.*$", run.stdout, re.MULTILINE
+    )
+    words = re.findall(r"(\d+) (passed|failed|skipped|errors?)", closing[-1] if closing else "")
+    counts = {word: int(n) for n, word in words}
     return {
         "passed": run.returncode == 0 and counts.get("passed", 0) > 0,
         "counts": counts,

@@ -53,14 +53,28 @@ def _record() -> dict[str, Any]:
 
 
 def _add_devices(record: dict[str, Any], missing: list[str]) -> None:
-    from pyruntime.cubin.installed import architecture_for
-    from pyruntime.driver.device import Device, device_count, driver_version
+    from pyruntime.driver.device import device_count, driver_version
+    from pyruntime.driver.library import check_driver
+    from pyruntime.errors import CudaError
 
     record["driver"] = driver_version()
     if not device_count():
         missing.append("the driver shows no device")
     for ordinal in range(device_count()):
-        device = Device(ordinal)
+        try:
+            _add_device(record, missing, ordinal)
+        except CudaError as error:
+            missing.append(f"cuda:{ordinal} does not answer: {error}")
+    if record["cubins"]:
+        check_driver()
+
+
+def _add_device(record: dict[str, Any], missing: list[str], ordinal: int) -> None:
+    from pyruntime.cubin.installed import architecture_for
+    from pyruntime.driver.device import Device
+
+    device = Device(ordinal)
+    try:
         free, total = device.memory()
         built = record["cubins"]["architectures"] if record["cubins"] else []
         arch = architecture_for(device.compute_capability, built)
@@ -79,6 +93,7 @@ def _add_devices(record: dict[str, Any], missing: list[str]) -> None:
                 "shared_memory_per_block": device.smem_per_block,
             }
         )
+    finally:
         device.close()
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import time
 
-from pyruntime.commands.options import add_run, encode_prompt, loaded, print_json
+from pyruntime.commands.options import add_run, encode_prompt, loaded, print_json, read_prompt
 
 
 def main(argv: list[str]) -> int:
@@ -13,9 +13,12 @@ def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser("pyruntime generate", description=__doc__)
     add_run(parser)
     parser.add_argument("-n", type=int, default=64, help="at most so many tokens (default 64)")
-    args = parser.parse_args(argv)
+    args = parser.parse_intermixed_args(argv)
+    if args.n < 0:
+        raise ValueError(f"-n {args.n}: it must not be negative")
+    prompt = read_prompt(args)
     with loaded(args) as engine:
-        ids = encode_prompt(engine, args)
+        ids = encode_prompt(engine, args, prompt)
         started = time.perf_counter()
         tokens = engine.generate(ids, args.n)
         seconds = time.perf_counter() - started

@@ -7,7 +7,7 @@ import math
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
-from pyruntime.commands.options import add_json, add_model, print_json, quoted
+from pyruntime.commands.options import add_json, add_model, print_json, printable
 
 if TYPE_CHECKING:
     from pyruntime.gguf import GGUFFile
@@ -94,18 +94,17 @@ def _plain(value: Any) -> Any:
 
 def _print(record: dict[str, Any], every_tensor: bool) -> None:
     print(f"{record['path']}: GGUF v{record['version']}, {record['bytes']:,} bytes")
-    width = max((len(key) for key in record["metadata"]), default=0)
+    width = min(max((len(key) for key in record["metadata"]), default=0), SHOWN)
     for key, value in record["metadata"].items():
         text = value if not isinstance(value, dict) else f"{value['length']} x {value['first']}"
-        line = quoted(str(text))[1:-1]
-        print(f"  {key:<{width}}  {line[:SHOWN] + ' …' if len(line) > SHOWN else line}")
+        print(f"  {_short(key):<{width}}  {_short(str(text))}")
     print(f"{len(record['tensors'])} tensors, {record['parameters']:,} parameters")
     if every_tensor:
         for t in record["tensors"]:
-            print(f"  {t['name']:<32} {t['type']:<6} {'x'.join(map(str, t['shape']))}")
+            print(f"  {_short(t['name']):<32} {t['type']:<6} {'x'.join(map(str, t['shape']))}")
+    counts = Counter(t["type"] for t in record["tensors"])
     for name, nbytes in record["types"].items():
-        count = sum(t["type"] == name for t in record["tensors"])
-        print(f"  {name:<8} {count:>5} tensors {nbytes:>16,} bytes")
+        print(f"  {name:<8} {counts[name]:>5} tensors {nbytes:>16,} bytes")
     if not record["supported"]:
         print(f"not supported: {record['reason']}")
         return
@@ -114,3 +113,8 @@ def _print(record: dict[str, Any], every_tensor: bool) -> None:
     print(f"device memory for {tokens} tokens: {sum(memory.values()):,} bytes")
     for name, nbytes in memory.items():
         print(f"  {name:<12} {nbytes:>16,}")
+
+
+def _short(text: str) -> str:
+    line = printable(text[: SHOWN + 1])
+    return line[:SHOWN] + " ..." if len(line) > SHOWN else line

@@ -11,8 +11,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
     from pyruntime.engine import Engine
 
 
@@ -32,51 +30,71 @@ def add_run(parser: argparse.ArgumentParser) -> None:
     """MODEL, the prompt and where it runs."""
     add_model(parser)
     parser.add_argument("prompt", nargs="?", help="the prompt; '-' or none: standard input")
-    parser.add_argument("--file", type=Path, help="read the prompt from this UTF-8 file")
+    parser.add_argument("--file", type=Path, help="read the prompt from this UTF-8 file (one line "
+                        "end at its end is not part of it)")  # fmt: skip
     parser.add_argument("--ids", help="token ids, separated by commas, instead of a text")
     parser.add_argument("--chat", action="store_true", help="apply the model's chat template")
     parser.add_argument("--system", help="system message (with --chat)")
     parser.add_argument("--device", default="auto", help="auto (default), cpu, or cuda:N")
-    parser.add_argument("--max-tokens", type=int, help="rows of one pass on a GPU")
+    parser.add_argument("--max-tokens", type=int, help="rows of one pass; longer prompts take more")
     add_json(parser)
 
 
-def read_prompt(args: argparse.Namespace) -> str:
-    """The prompt that the arguments name.
+def read_prompt(args: argparse.Namespace) -> str | list[int]:
+    """The text or token ids that the arguments name. Comes before loading: mistakes show at once.
 
     Raises:
-        ValueError: none, two, or not UTF-8.
+        ValueError: none, more than one, empty, or not UTF-8. OSError: the file cannot be read.
     """
     if args.system is not None and not args.chat:
         raise ValueError("--system needs --chat")
+    if args.ids is not None:
+        return _parse_ids(args)
     if args.file is not None and args.prompt is not None:
         raise ValueError("a prompt and --file: give one")
+    text = _read_text(args)
+    if not text:
+        raise ValueError("the prompt is empty")
+    return text
+
+
+def _read_text(args: argparse.Namespace) -> str:
     if args.file is None and args.prompt not in (None, "-"):
         return str(args.prompt)
     if args.file is None and args.prompt is None and sys.stdin.isatty():
         raise ValueError("no prompt: give it as an argument, with --file, or on standard input")
     data = args.file.read_bytes() if args.file is not None else sys.stdin.buffer.read()
     try:
-        return str(data.decode())
+        text = str(data.decode("utf-8-sig"))
     except UnicodeDecodeError as error:
-        raise ValueError(f"the prompt is not UTF-8 at byte {error.start}") from None
+        where = args.file if args.file is not None else "standard input"
+        raise ValueError(f"{where}: not UTF-8 at byte {error.start}") from None
+    return text.removesuffix("\n").removesuffix("\r")
 
 
-def encode_prompt(engine: Engine, args: argparse.Namespace) -> NDArray[Any]:
-    """Token ids of the prompt, int32 [nt], through the chat template if asked for."""
-    if args.ids is not None:
-        return _parse_ids(args)
-    text = read_prompt(args)
+def _parse_ids(args: argparse.Namespace) -> list[int]:
+    if args.prompt is not None or args.file is not None or args.chat:
+        raise ValueError("--ids goes with no prompt, --file or --chat")
+    try:
+        return [int(item) for item in args.ids.split(",")]
+    except ValueError:
+        raise ValueError(f"--ids {args.ids}: not integers separated by commas") from None
+
+
+def encode_prompt(engine: Engine, args: argparse.Namespace, prompt: str | list[int]) -> Any:
+    """Token ids of what `read_prompt` gave, through the chat template if asked for."""
+    if not isinstance(prompt, str):
+        return prompt
     tokenizer = engine.tokenizer
     if not args.chat:
-        return tokenizer.encode(text)
+        return tokenizer.encode(prompt)
     from pyruntime.errors import TokenizerError
     from pyruntime.text.chat import render
 
     if tokenizer.chat_template is None:
         raise TokenizerError("--chat: this model has no chat template")
     messages = [{"role": "system", "content": args.system}] if args.system is not None else []
-    messages.append({"role": "user", "content": text})
+    messages.append({"role": "user", "content": prompt})
     bos, eos = (
         "" if i is None else tokenizer.token(i) for i in (tokenizer.bos_id, tokenizer.eos_id)
     )
@@ -85,20 +103,10 @@ def encode_prompt(engine: Engine, args: argparse.Namespace) -> NDArray[Any]:
     return tokenizer.encode(text, add_special=False)
 
 
-def _parse_ids(args: argparse.Namespace) -> NDArray[Any]:
-    import numpy as np
-
-    if args.prompt is not None or args.file is not None or args.chat:
-        raise ValueError("--ids goes with no prompt, --file or --chat")
-    try:
-        return np.array([int(item) for item in args.ids.split(",")])
-    except ValueError:
-        raise ValueError(f"--ids {args.ids}: not integers separated by commas") from None
-
-
 def token_text(engine: Engine, token: int) -> str:
-    """How a token is shown; a model without a vocabulary has no text for it."""
-    return engine.tokenizer.token(token) if engine.has_vocabulary else ""
+    """How a token is shown; rows of the embedding beyond the vocabulary have no text."""
+    known = engine.tokenizer.vocab_size if engine.has_vocabulary else 0
+    return engine.tokenizer.token(token) if token < known else ""
 
 
 @contextmanager
@@ -128,6 +136,11 @@ def print_json(kind: str, record: dict[str, Any]) -> None:
     print(json.dumps({"schema": f"pyruntime.{kind}/1", **record}, allow_nan=False, indent=2))
 
 
+def printable(text: str) -> str:
+    """Text of a file for a terminal: control characters escaped."""
+    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
+
+
 def quoted(token: str) -> str:
     """A token for a terminal: in double quotes, control characters escaped."""
-    return '"' + "".join(c if c.isprintable() else repr(c)[1:-1] for c in token) + '"'
+    return f'"{printable(token)}"'

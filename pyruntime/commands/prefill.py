@@ -11,7 +11,9 @@ from pyruntime.commands.options import (
     encode_prompt,
     loaded,
     print_json,
+    printable,
     quoted,
+    read_prompt,
     token_text,
 )
 
@@ -30,26 +32,38 @@ def _parser() -> argparse.ArgumentParser:
 
 def main(argv: list[str]) -> int:
     """Runs the command and returns its exit code."""
-    args = _parser().parse_args(argv)
+    args = _parser().parse_intermixed_args(argv)
     import numpy as np
 
     if args.top < 1 or args.repeat < 1:
         raise ValueError("--top and --repeat must be at least 1")
+    if args.save is not None and not args.save.parent.is_dir():
+        raise ValueError(f"--save {args.save}: there is no folder {args.save.parent}")
+    prompt = read_prompt(args)
     with loaded(args) as engine:
-        ids = encode_prompt(engine, args)
+        ids = encode_prompt(engine, args, prompt)
         rows: Literal["all", "last"] = "all" if args.all else "last"
         results = [engine.prefill(ids, logits=rows) for _ in range(args.repeat)]
         result = min(results, key=lambda r: r.timings["wall"])
         logits = np.asarray(result.logits)
         if args.save is not None:
-            with args.save.open("wb") as out:  # np.save would append .npy to the name
-                np.save(out, logits)
+            _save(args.save, logits)
         record = _record(engine, logits[-1], result, args.top)
     if args.json:
         print_json("prefill", record)
     else:
         _print(record)
     return 0
+
+
+def _save(path: Path, logits: Any) -> None:
+    import numpy as np
+
+    try:
+        with path.open("wb") as out:  # np.save would append .npy to the name
+            np.save(out, logits)
+    except OSError as error:
+        raise OSError(f"--save {path}: {error.strerror or error}") from error
 
 
 def _record(engine: Any, logits: Any, result: Any, top: int) -> dict[str, Any]:
@@ -83,7 +97,8 @@ def _print(record: dict[str, Any]) -> None:
     for token, entry in zip(shown, record["next"], strict=True):
         p = exp(entry["logprob"])
         print(f"{token:<{width}}  {entry['logprob']:>9.4f}  {p:>7.2%}  {entry['id']:>7}")
+    name, tokens = printable(record["model"]), record["tokens"]
     print(
-        f"{record['model']}: {record['tokens']} tokens in {1e3 * record['seconds']:.2f} ms, "
+        f"{name}: {tokens} token{'s' * (tokens != 1)} in {1e3 * record['seconds']:.2f} ms, "
         f"{record['tokens_per_second']:,.0f} tok/s on {record['device']}"
     )

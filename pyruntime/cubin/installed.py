@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,8 @@ _ARCH = re.compile(r"(\d+)([af]?)")
 def root() -> Path:
     """The folder that holds `manifest.json` and one folder `sm_<arch>` per architecture."""
     override = os.environ.get("PYRUNTIME_CUBINS")
-    return Path(override) if override else Path(__file__).parents[1] / "cubins"
+    # Through importlib, since an editable install keeps data files apart from the sources.
+    return Path(override) if override else Path(str(files("pyruntime").joinpath("cubins")))
 
 
 def manifest() -> dict[str, Any]:
@@ -30,12 +32,19 @@ def manifest() -> dict[str, Any]:
         record = json.loads(path.read_text())
     except FileNotFoundError:
         raise CubinError(
-            f"no cubins in {path.parent}: this copy of pyruntime was not built; "
-            "run 'pip install .' in the source tree and use the installed package"
+            f"no cubins in {path.parent}: this copy of pyruntime is a source tree that was not "
+            "built; run 'pip install .' there, then use the installed package from another folder"
         ) from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise CubinError(f"{path}: unreadable manifest: {error}") from None
-    if not isinstance(record, dict) or record.get("schema") != "pyruntime.cubins/1":
+    texts = ("nvcc", "nvcc_version", "flags")
+    if (
+        not isinstance(record, dict)
+        or record.get("schema") != "pyruntime.cubins/1"
+        or not all(isinstance(record.get(key), str) for key in texts)
+        or not isinstance(record.get("architectures"), list)
+        or not all(isinstance(arch, str) for arch in record["architectures"])
+    ):
         raise CubinError(f"{path}: not a pyruntime.cubins/1 manifest")
     return record
 

@@ -7,22 +7,33 @@ The package's own cuda-bindings wheel loads libcuda on the first call and raises
 from __future__ import annotations
 
 import functools
+import os
 from typing import Any
 
-from pyruntime.errors import CudaError, DriverNotFoundError, OutOfMemoryError
+from pyruntime.errors import CudaError, DriverNotFoundError, EngineError, OutOfMemoryError
 
 OUT_OF_MEMORY = 2
 # After these the context is lost for good (CUDA driver API, enum CUresult).
-STICKY = frozenset({214, 700, 702, 710, 713, 714, 715, 716, 717, 718, 719, 720, 999})
+STICKY = frozenset(
+    {214, 220, 226, 700, 702, 709, 710, 713, 714, 715, 716, 717, 718, 719, 720, 721, 999}
+)
 
 
-@functools.cache
 def bindings() -> Any:
     """The `cuda.bindings.driver` module, after one successful `cuInit`.
 
     Raises:
         DriverNotFoundError: no driver library, or it refuses to initialise.
+        EngineError: the driver was initialised before this process was forked.
     """
+    driver, process = _initialised()
+    if process != os.getpid():
+        raise EngineError("the CUDA driver does not work in a forked child: use a new process")
+    return driver
+
+
+@functools.cache
+def _initialised() -> tuple[Any, int]:
     from cuda.bindings import driver
 
     try:
@@ -31,7 +42,7 @@ def bindings() -> Any:
         raise DriverNotFoundError("no CUDA driver: the library libcuda was not found") from error
     if int(status):
         raise DriverNotFoundError(f"no usable CUDA driver: cuInit returned {_name(status)}")
-    return driver
+    return driver, os.getpid()
 
 
 def call(name: str, *args: Any, what: str = "") -> Any:

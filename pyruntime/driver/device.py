@@ -47,7 +47,7 @@ class Device:
         self.handle = api.call("cuDeviceGet", ordinal)
         self._holders = 1
         self._closed = False
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a finalizer may come in the middle
         self._context = api.call(
             "cuDevicePrimaryCtxRetain", self.handle, what=f"device cuda:{ordinal}"
         )

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import ctypes
 import struct
+from contextlib import suppress
 from typing import Any
 
-from pyruntime.cubin.installed import cubins_for
+from pyruntime.cubin.installed import cubins_for, manifest
 from pyruntime.cubin.spec import LETTERS, KernelSpec, read_specs
 from pyruntime.driver import api
-from pyruntime.driver.device import Device
-from pyruntime.errors import CubinError
+from pyruntime.driver.device import Device, driver_version
+from pyruntime.errors import CubinError, CudaError, DriverNotFoundError
 
 _BLOCK_ALIGNMENT = 64  # a CUtensorMap inside the parameter struct
 
@@ -46,7 +47,7 @@ class Kernel:
                 struct.pack_into(
                     "<" + LETTERS[p.letter], raw, shift + p.offset, getattr(value, "ptr", value)
                 )
-            except struct.error as error:
+            except (struct.error, OverflowError) as error:
                 raise TypeError(f"kernel {self.name}, parameter {p.name}: {error}") from None
         raw_type = ctypes.c_char * self.spec.param_bytes
         return raw_type.from_buffer(raw, shift)
@@ -67,12 +68,19 @@ class Library:
         self.refused: dict[str, str] = {}
         self._kernels: dict[str, Kernel] = {}
         self._modules = []
-        with device.current():
-            for path, data in cubins_for(device.compute_capability, device.name).items():
-                module = api.call("cuModuleLoadData", data, what=f"{path} on {device.name}")
-                self._modules.append(module)
-                for spec in read_specs(data, str(path)).values():
-                    self._add(module, spec)
+        check_driver()
+        cubins = cubins_for(device.compute_capability, device.name)
+        try:
+            with device.current():
+                for path, data in cubins.items():
+                    module = api.call("cuModuleLoadData", data, what=f"{path} on {device.name}")
+                    self._modules.append(module)
+                    for spec in read_specs(data, str(path)).values():
+                        self._add(module, spec)
+        except BaseException:
+            with suppress(CudaError):  # the first failure is the one to report
+                self.close()
+            raise
 
     def _add(self, module: Any, spec: KernelSpec) -> None:
         function = api.call("cuModuleGetFunction", module, spec.name.encode(), what=spec.name)
@@ -128,6 +136,20 @@ class Library:
         with self.device.current():
             for module in modules:
                 api.call("cuModuleUnload", module)
+
+
+def check_driver() -> None:
+    """Refuses a driver older than the cubins: it loads those of its CUDA major version or older.
+
+    Raises:
+        DriverNotFoundError: with both versions.
+    """
+    built, driver = manifest()["nvcc_version"], driver_version()
+    if int(driver.split(".")[0]) < int(built.split(".")[0]):
+        raise DriverNotFoundError(
+            f"the driver supports CUDA {driver}; the cubins were built by nvcc {built} and need "
+            f"{built.split('.')[0]}.0 or newer"
+        )
 
 
 def _attribute(function: Any, name: str) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import math
 from typing import Any
 
 import numpy as np
@@ -35,7 +36,7 @@ class DeviceArray:
         self.device = device
         self.shape = shape
         self.dtype = np.dtype(dtype)
-        self.nbytes = int(np.prod(shape, dtype=np.int64)) * self.dtype.itemsize
+        self.nbytes = math.prod(shape) * self.dtype.itemsize
         self._base = base
         self.ptr: int
         if base is not None:
@@ -74,20 +75,22 @@ class DeviceArray:
         return self.view(start * stride, (stop - start, *self.shape[1:]), self.dtype)
 
     def upload(self, values: NDArray[Any]) -> DeviceArray:
-        """Copies `values` (same shape, converted to this dtype) here; returns self."""
+        """Copies `values` (same shape, converted to this dtype) here and waits; returns self."""
         host = np.ascontiguousarray(values, self.dtype)
         if host.shape != self.shape:
             raise ValueError(f"values of shape {host.shape} for an array of shape {self.shape}")
         if host.nbytes:
             with self.device.current():
-                api.call("cuMemcpyHtoD", self.ptr, host.ctypes.data, host.nbytes)
+                api.call("cuMemcpyHtoD", self.ptr, host.ctypes.data, host.nbytes, what=str(self))
+                api.call("cuStreamSynchronize", 0)  # other streams do not wait for this one
         return self
 
     def fill(self, byte: int) -> DeviceArray:
-        """Sets every byte; returns self."""
+        """Sets every byte and waits; returns self."""
         if self.nbytes:
             with self.device.current():
-                api.call("cuMemsetD8", self.ptr, byte, self.nbytes)
+                api.call("cuMemsetD8", self.ptr, byte, self.nbytes, what=str(self))
+                api.call("cuStreamSynchronize", 0)
         return self
 
     def __array__(self, dtype: DTypeLike | None = None, copy: bool | None = None) -> NDArray[Any]:
@@ -96,8 +99,11 @@ class DeviceArray:
         host = np.empty(self.shape, self.dtype)
         if host.nbytes:
             with self.device.current():
-                api.call("cuMemcpyDtoH", host.ctypes.data, self.ptr, host.nbytes)
+                api.call("cuMemcpyDtoH", host.ctypes.data, self.ptr, host.nbytes, what=str(self))
         return host if dtype is None else host.astype(dtype)
+
+    def __str__(self) -> str:
+        return f"array {list(self.shape)} of {self.dtype}, {self.nbytes:,} bytes"
 
     @property
     def __cuda_array_interface__(self) -> dict[str, Any]:
@@ -143,8 +149,10 @@ def _allocate(device: Device, nbytes: int, what: str) -> int:
     try:
         with device.current():
             return int(api.call("cuMemAlloc", nbytes))
-    except OutOfMemoryError as error:
+    except BaseException as error:
         device.drop()
+        if not isinstance(error, OutOfMemoryError):
+            raise
         free, total = device.memory()
         raise OutOfMemoryError(
             f"{what}: {nbytes:,} bytes asked for, {free:,} of {total:,} free on {device.name}"

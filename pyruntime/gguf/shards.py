@@ -47,9 +47,16 @@ def _shard_paths(path: Path) -> list[Path]:
     match = _SHARD_NAME.search(path.name)
     if not match:
         return [path]
-    stem, count = path.name[: match.start()], int(match[2])
-    paths = [path.with_name(f"{stem}-{i:05}-of-{count:05}.gguf") for i in range(1, count + 1)]
-    return paths if path in paths else [path]
+    stem, number, count = path.name[: match.start()], int(match[1]), int(match[2])
+    if not 1 <= number <= count or count == 1:
+        return [path]
+    # A count that the file itself does not confirm is not followed to other files.
+    source = Source(path)
+    try:
+        _check_split(source, read_header(source, number - 1), "split.count", count, 1)
+    finally:
+        source.close()
+    return [path.with_name(f"{stem}-{i:05}-of-{count:05}.gguf") for i in range(1, count + 1)]
 
 
 def _check_split(source: Source, header: Header, key: str, expected: int, default: int) -> None:

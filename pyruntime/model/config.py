@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, cast
 
 from pyruntime.errors import UnsupportedModelError
 from pyruntime.model.keys import ArchitectureKeys, value_shown
-from pyruntime.model.rope import RopeConfig, RopeScaling, RopeStyle
+from pyruntime.model.rope import RopeConfig, RopeScaling, RopeStyle, rope_table
 from pyruntime.model.tensors import check_tensor, check_tensors, find_tensor
 
 if TYPE_CHECKING:
@@ -89,7 +89,7 @@ class ModelConfig:
             ffn=keys.integer("feed_forward_length"),
             vocab=_vocabulary(keys),
             context_length=context_length,
-            eps=keys.number("attention.layer_norm_rms_epsilon"),
+            eps=_epsilon(keys),
             tied="output.weight" not in file.tensors,
             qkv_bias=row.qkv_bias,
             qk_norm=row.qk_norm,
@@ -98,6 +98,14 @@ class ModelConfig:
         keys.refuse_unread()
         check_tensors(file, config)
         return config
+
+
+def _epsilon(keys: ArchitectureKeys) -> float:
+    """RMSNorm's epsilon, which kernels take as a float32."""
+    eps = keys.number("attention.layer_norm_rms_epsilon")
+    if not 1e-38 < eps < 1:
+        raise keys.refusal("attention.layer_norm_rms_epsilon", f"is {eps}, not within 1e-38 and 1")
+    return eps
 
 
 def _architecture(file: GGUFFile) -> str:
@@ -152,7 +160,7 @@ def _rope(keys: ArchitectureKeys, style: RopeStyle, dim: int, context: int) -> R
         raise keys.refusal("rope.scaling.type", problem)
     if scaling == "none" and factor != 1:
         raise keys.refusal("rope.scaling.factor", f"is {factor} with rope.scaling.type 'none'")
-    return RopeConfig(
+    rope = RopeConfig(
         style=style,
         dim=dim,
         base=base,
@@ -164,6 +172,12 @@ def _rope(keys: ArchitectureKeys, style: RopeStyle, dim: int, context: int) -> R
         beta_slow=keys.number("rope.scaling.yarn_beta_slow", 1.0),
         factors=_rope_factors(keys.file, dim // 2),
     )
+    try:
+        rope_table(rope, [0, context])
+    except (ArithmeticError, ValueError) as error:
+        reason = f"and its neighbours give no usable frequencies ({error})"
+        raise keys.refusal("rope.scaling.yarn_beta_fast", reason) from None
+    return rope
 
 
 def _rope_factors(file: GGUFFile, pairs: int) -> tuple[float, ...]:

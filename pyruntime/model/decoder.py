@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
+from contextlib import suppress
 
 import numpy as np
 
 from pyruntime.driver.library import Library
 from pyruntime.driver.memory import DeviceArray
 from pyruntime.driver.program import Program
+from pyruntime.errors import CudaError
 from pyruntime.model.config import DOWN_SCALE, ModelConfig
 from pyruntime.model.live import LiveBlock
 from pyruntime.model.rope import rope_table
@@ -21,6 +23,7 @@ from pyruntime.ops.rope import rope
 from pyruntime.ops.rows import embed, gather
 
 PROGRAMS = 32  # recorded programs kept, one per prompt length
+TABLE_ROWS = 1 << 16  # positions whose rotary table is made on the host at a time
 # What can leave fp16's range in a layer, in order of computation; see `site_name`.
 SITES = ("the attention norm", "Q", "K", "V", "the FFN norm", "the input of ffn_down")
 
@@ -62,24 +65,34 @@ class Decoder:
         self.max_tokens = max_tokens
         self._library = library
         self._weights = weights
-        self.live = LiveBlock(library.device, max_tokens)
-        self.activations = {
-            name: DeviceArray(library.device, shape, dtype, what=f"activation {name}")
-            for name, (shape, dtype) in activation_layout(config, max_tokens).items()
-        }
+        self.activations: dict[str, DeviceArray] = {}
         self._tables: tuple[DeviceArray, DeviceArray] | None = None
         self._programs: OrderedDict[tuple[int, bool], Program] = OrderedDict()
+        self.live = LiveBlock(library.device, max_tokens)
+        try:
+            for name, (shape, dtype) in activation_layout(config, max_tokens).items():
+                what = f"activation {name}"
+                self.activations[name] = DeviceArray(library.device, shape, dtype, what=what)
+        except BaseException:
+            with suppress(CudaError):  # the first failure is the one to report
+                self.close()
+            raise
 
     def reserve_positions(self, positions: int) -> None:
         """Makes the rotary tables cover `positions` positions."""
         if self._tables and self._tables[0].shape[0] >= positions:
             return
-        host = rope_table(self.config.rope, np.arange(positions))
-        device = self._library.device
-        self._programs.clear()  # they hold the old tables' addresses
+        shape = (positions, self.config.rope.dim // 2)
         cosines, sines = (
-            DeviceArray(device, t.shape, t.dtype, what="rotary table").upload(t) for t in host
+            DeviceArray(self._library.device, shape, np.float32, what="rotary table")
+            for _ in range(2)
         )
+        for first in range(0, positions, TABLE_ROWS):
+            last = min(first + TABLE_ROWS, positions)
+            host = rope_table(self.config.rope, np.arange(first, last))
+            cosines.rows(first, last).upload(host[0])
+            sines.rows(first, last).upload(host[1])
+        self._programs.clear()  # they hold the old tables' addresses
         self._tables = cosines, sines
 
     def program(self, rows: int, *, every_row: bool) -> Program:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from typing import TYPE_CHECKING, Literal, Protocol, TypeVar
 
 import numpy as np
@@ -67,11 +69,20 @@ class Cache:
 
 def device_bytes(file: GGUFFile, c: ModelConfig, max_tokens: int, kv_tokens: int) -> dict[str, int]:
     """Device bytes by category that `GpuModel` and one cache of `kv_tokens` allocate for good."""
+    cache = cache_bytes(c, kv_tokens)
     return {
         "weights": weight_bytes(c, file.tensors["token_embd.weight"]),
-        "kv_cache": 2 * 2 * c.layers * c.kv_heads * kv_tokens * c.head_dim,
+        "kv_cache": cache["kv_cache"],
         "activations": activation_bytes(c, max_tokens),
-        "tables": 2 * 4 * kv_tokens * (c.head_dim // 2) + live_bytes(max_tokens),
+        "tables": cache["tables"] + live_bytes(max_tokens),
+    }
+
+
+def cache_bytes(c: ModelConfig, tokens: int) -> dict[str, int]:
+    """Device bytes of a cache for `tokens` positions, and of the rotary tables that cover it."""
+    return {
+        "kv_cache": 2 * 2 * c.layers * c.kv_heads * tokens * c.head_dim,
+        "tables": 2 * 4 * tokens * (c.head_dim // 2),
     }
 
 
@@ -82,7 +93,7 @@ class GpuModel:
         max_tokens: rows of one forward pass.
         kv_tokens: positions that the rotary tables cover at first, and the size of the cache that
             is counted when memory is checked before anything is allocated.
-        memory_budget: bytes of device memory that may be used; all that is free by default.
+        memory_budget: the most bytes that `device_bytes` may come to; all that is free by default.
         stream: a foreign stream's handle (an address), or None for one of its own.
         progress: called with the file bytes of each piece that has arrived.
 
@@ -107,14 +118,17 @@ class GpuModel:
         self.config = config
         self.max_tokens = max_tokens
         self.gpu_seconds = 0.0  # of the last forward pass
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._process = os.getpid()
-        self._lost = ""
-        self._closers: list[Callable[[], None]] = []
+        self._lost = ""  # the failure that lost the device's context, if one did
+        self._resources = ExitStack()
+        weakref.finalize(self, _abandon, self._resources).atexit = False
+        self._open = True
         try:
             self._load(file, ordinal, kv_tokens, memory_budget, stream, progress)
         except BaseException:
-            self.close()
+            with suppress(CudaError):  # the first failure is the one to report
+                self.close()
             raise
 
     def _load(
@@ -135,11 +149,34 @@ class GpuModel:
         weights = self._owned(Weights(file, config, library, progress))
         self._decoder = self._owned(Decoder(library, config, weights, self.max_tokens))
         self._decoder.reserve_positions(kv_tokens)
+        self._decoder.program(self.max_tokens, every_row=False)  # sizes are refused here, not later
         self._started, self._ended = (self._owned(Event(self.device)) for _ in range(2))
 
     def _owned(self, resource: T) -> T:
-        self._closers.append(resource.close)
+        self._resources.callback(resource.close)
         return resource
+
+    @contextmanager
+    def _entry(self) -> Iterator[None]:
+        """One call at a time, on a device that works; what loses its context is remembered."""
+        if self._process != os.getpid():  # before the lock, which the parent may hold for ever
+            raise EngineError("this engine belongs to the parent process: load one after the fork")
+        with self._lock:
+            if self._lost:
+                raise EngineError(
+                    f"the device context was lost by an earlier failure: {self._lost}"
+                )
+            if not self._open:
+                raise EngineError("this engine has been closed")
+            try:
+                yield
+            except CudaError as error:
+                self._note(error)
+                raise
+
+    def _note(self, error: CudaError) -> None:
+        if error.code in api.STICKY:
+            self._lost = self._lost or str(error)
 
     def _check_memory(self, needs: dict[str, int], budget: int | None) -> None:
         free, total = self.device.memory()
@@ -162,8 +199,9 @@ class GpuModel:
         """An empty cache for `tokens` positions. Raises ValueError, OutOfMemoryError."""
         if tokens < 1:
             raise ValueError(f"a cache for {tokens} tokens: at least 1 is needed")
-        with self._lock:
-            self._check_usable()
+        with self._entry():
+            needs = cache_bytes(self.config, tokens)
+            self._check_memory({name: needs[name] for name in ("kv_cache", "tables")}, None)
             self._decoder.reserve_positions(tokens)
             return Cache(self, tokens)
 
@@ -189,8 +227,10 @@ class GpuModel:
         """
         tokens = check_tokens(ids, self.config.vocab)
         rows, start = len(tokens), cache.length
-        if cache.owner is not self:
+        if not isinstance(cache, Cache) or cache.owner is not self:
             raise ValueError("this cache belongs to another model")
+        if not cache.k.ptr:
+            raise ValueError("this cache has been closed")
         if rows > self.max_tokens:
             raise ValueError(
                 f"{rows} tokens in one pass; this model was loaded for {self.max_tokens}"
@@ -202,18 +242,14 @@ class GpuModel:
         wanted = np.arange(rows if logits == "all" else 1, dtype=np.int32)
         if logits == "last":
             wanted += rows - 1
-        with self._lock:
-            self._check_usable()
+        with self._entry():
             if out is None:
                 shape = (len(wanted), self.config.vocab)
                 out = DeviceArray(self.device, shape, np.float32, what="logits")
             try:
                 self._run(tokens, cache, wanted, out)
-            except BaseException as error:
-                if isinstance(error, CudaError) and error.code in api.STICKY:
-                    self._lost = str(error)
-                else:
-                    self._stream.synchronize()  # what did start reads the live block
+            except BaseException:
+                self._settle()
                 raise
             if (site := self._decoder.live.overflow_site) != NO_OVERFLOW:
                 where = site_name(site, self.config.layers)
@@ -245,22 +281,33 @@ class GpuModel:
             stream.synchronize()
             self.gpu_seconds = self._ended.milliseconds_since(self._started) / 1e3
 
-    def _check_usable(self) -> None:
-        if self._process != os.getpid():
-            raise EngineError("this engine belongs to the parent process: load one after the fork")
-        if self._lost:
-            raise EngineError(f"the device context was lost by an earlier failure: {self._lost}")
-        if not self._closers:
-            raise EngineError("this engine has been closed")
+    def _settle(self) -> None:
+        """Waits for what a failed pass did start: it reads the live block."""
+        try:
+            self._stream.synchronize()
+        except CudaError as error:
+            self._note(error)
 
     def close(self) -> None:
         """Gives all device memory back. Idempotent. Caches and results free their own."""
+        if self._process != os.getpid():
+            return  # the driver's state is the parent's
         with self._lock:
-            closers, self._closers = self._closers, []
-            if self._process != os.getpid() or self._lost:
-                return  # the driver's state is not ours, or gone: freeing would only fail
-            for close in reversed(closers):
-                close()
+            self._open = False
+            if self._lost:
+                return  # there is nothing left to free
+            try:
+                self._resources.close()
+            except CudaError as error:
+                self._note(error)
+                if not self._lost:
+                    raise
+
+
+def _abandon(resources: ExitStack) -> None:
+    """Frees what an engine held that was dropped without `close`."""
+    with suppress(CudaError):
+        resources.close()
 
 
 def _check_sizes(file: GGUFFile, c: ModelConfig, library: Library) -> None:

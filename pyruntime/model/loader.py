@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -18,7 +19,7 @@ from pyruntime.driver.library import Library
 from pyruntime.driver.memory import DeviceArray, PinnedBuffer
 from pyruntime.driver.program import Program
 from pyruntime.driver.stream import Event, Stream
-from pyruntime.errors import NumericalError
+from pyruntime.errors import CudaError, NumericalError
 from pyruntime.model.live import NO_OVERFLOW
 from pyruntime.ops.dequant import dequantize
 
@@ -126,6 +127,16 @@ def load_matrices(
         )
         program.run(stream)
 
+    def release() -> None:
+        for read, _, _ in reads:
+            read.cancel()
+        pool.shutdown(wait=True)  # nobody writes into the buffers any more
+        stream.synchronize()
+        for slot in slots:
+            slot.close()
+        overflow.close()
+        stream.close()
+
     with ThreadPoolExecutor(READERS, "pyruntime-read") as pool, device.current():
         try:
             for index, chunk in enumerate(_chunks(parts, slot_bytes)):
@@ -144,15 +155,11 @@ def load_matrices(
                 finish()
             stream.synchronize()
             site = int(np.asarray(overflow)[0])
-        finally:
-            for read, _, _ in reads:
-                read.cancel()
-            pool.shutdown(wait=True)  # nobody writes into the buffers any more
-            stream.synchronize()
-            for slot in slots:
-                slot.close()
-            overflow.close()
-            stream.close()
+        except BaseException:
+            with suppress(CudaError):  # the first failure is the one to report
+                release()
+            raise
+        release()
     if site != NO_OVERFLOW:
         name = parts[site].tensor.name
         raise NumericalError(f"{file.path}: tensor '{name}' holds a weight beyond fp16's ±65504")

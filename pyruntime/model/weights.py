@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -15,6 +16,7 @@ import numpy as np
 from pyruntime.driver.device import Device
 from pyruntime.driver.library import Library
 from pyruntime.driver.memory import DeviceArray
+from pyruntime.errors import CudaError
 from pyruntime.model.config import ModelConfig
 from pyruntime.model.loader import MatrixPart, load_matrices
 
@@ -129,8 +131,25 @@ class Weights:
             outer_placements(config, embedding),
             *(layer_placements(config, i) for i in range(config.layers)),
         ]
-        groups = [_allocate(library.device, group) for group in placements]
+        groups: list[dict[str, DeviceArray]] = [{} for _ in placements]
         self.outer, self.layers = groups[0], groups[1:]
+        try:
+            for arrays, group in zip(groups, placements, strict=True):
+                _allocate(library.device, group, arrays)
+            self._fill(file, groups, placements, library, progress)
+        except BaseException:
+            with suppress(CudaError):  # the first failure is the one to report
+                self.close()
+            raise
+
+    def _fill(
+        self,
+        file: GGUFFile,
+        groups: list[dict[str, DeviceArray]],
+        placements: list[dict[str, Placement]],
+        library: Library,
+        progress: Callable[[int], object],
+    ) -> None:
         parts: list[MatrixPart] = []
         for arrays, group in zip(groups, placements, strict=True):
             for name, placement in group.items():
@@ -155,13 +174,9 @@ class Weights:
             array.close()
 
 
-def _allocate(device: Device, placements: Mapping[str, Placement]) -> dict[str, DeviceArray]:
-    return {
-        name: DeviceArray(
-            device,
-            placement.shape,
-            placement.dtype,
-            what=f"weight {placement.sources[0].tensor}",
-        )
-        for name, placement in placements.items()
-    }
+def _allocate(
+    device: Device, placements: Mapping[str, Placement], arrays: dict[str, DeviceArray]
+) -> None:
+    for name, placement in placements.items():
+        what = f"weight {placement.sources[0].tensor}"
+        arrays[name] = DeviceArray(device, placement.shape, placement.dtype, what=what)

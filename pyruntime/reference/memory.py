@@ -9,6 +9,7 @@ from pathlib import Path
 from pyruntime.errors import OutOfMemoryError
 
 MEMINFO = Path("/proc/meminfo")
+CGROUP = Path("/sys/fs/cgroup")
 
 
 def available_memory() -> int:
@@ -18,8 +19,20 @@ def available_memory() -> int:
     except OSError:
         found = None
     if found:
-        return int(found[1]) * 1024
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        available = int(found[1]) * 1024
+    else:
+        available = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    left = _cgroup_memory()
+    return available if left is None else min(available, left)
+
+
+def _cgroup_memory() -> int | None:
+    """What a container's limit leaves (control group v2), if there is one."""
+    try:
+        most, used = (int((CGROUP / f"memory.{name}").read_text()) for name in ("max", "current"))
+    except (OSError, ValueError):  # no such group, or "max"
+        return None
+    return max(most - used, 0)
 
 
 def require_memory(needed: int, what: str) -> None:

@@ -42,6 +42,7 @@ class Cache:
 
     k: Array
     v: Array
+    owner: ReferenceModel
     length: int = 0
 
     @property
@@ -98,7 +99,7 @@ class ReferenceModel:
         c = self.config
         shape = (c.layers, c.kv_heads, tokens, c.head_dim)
         require_memory(2 * 4 * math.prod(shape), f"a float32 K/V cache for {tokens} tokens")
-        return Cache(np.zeros(shape, np.float32), np.zeros(shape, np.float32))
+        return Cache(np.zeros(shape, np.float32), np.zeros(shape, np.float32), self)
 
     def forward(
         self, ids: ArrayLike, cache: Cache, *, logits: Literal["last", "all"] = "last"
@@ -112,6 +113,8 @@ class ReferenceModel:
         if logits not in ("last", "all"):
             raise ValueError(f"logits is {logits!r}; known: last, all")
         ids = check_tokens(ids, self.config.vocab)
+        if not isinstance(cache, Cache) or cache.owner is not self:
+            raise ValueError("this cache belongs to another model")
         start, end = cache.length, cache.length + len(ids)
         if end > cache.capacity:
             raise ValueError(

@@ -15,6 +15,7 @@ from pyruntime.driver.library import Library
 from pyruntime.driver.memory import DeviceArray
 from pyruntime.driver.program import Program
 from pyruntime.driver.stream import Stream
+from pyruntime.errors import DriverNotFoundError
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -48,6 +49,15 @@ class Gpu:
         with self.device.current():
             program.run(self.stream)
             self.stream.synchronize()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _needs_a_device() -> None:
+    """One message instead of hundreds of errors."""
+    try:
+        Device(0).close()
+    except DriverNotFoundError as error:
+        pytest.exit(f"these tests need a GPU: {error}", returncode=3)
 
 
 @pytest.fixture(scope="session")

@@ -23,7 +23,7 @@ IDS = ",".join(map(str, prompts(TINY)[0].ids))
 def run(*arguments: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
     """`pyruntime` in a process of its own, with every GPU hidden."""
     return subprocess.run(
-        [sys.executable, "-P", "-m", "pyruntime.cli", *arguments],
+        [sys.executable, "-P", "-m", "pyruntime", *arguments],
         input=stdin,
         capture_output=True,
         text=True,
@@ -67,6 +67,9 @@ def test_prefill_prints_json_and_saves_logits(tmp_path: Path) -> None:
         (("info", __file__), 2, "not a GGUF file"),
         (("nonsense",), 2, "unknown command"),
         ((), 2, "usage"),
+        (("prefill", MODEL, "--ids", "1", "--file", "x"), 2, "--ids goes with"),
+        (("prefill", MODEL, "--file", "/no/such.txt"), 2, "/no/such.txt"),
+        (("prefill", MODEL, "--top", "0", "--ids", "1"), 2, "--top"),
     ],
 )
 def test_errors_have_one_line_and_a_code(arguments: tuple[str, ...], code: int, text: str) -> None:

@@ -23,6 +23,7 @@ ALLOWED: dict[str, set[str]] = {
     "reference": {"errors", "gguf", "model"},
     "engine": {"errors", "gguf", "driver", "model", "reference", "text", "hub"},
     "commands": {"errors", "cubin", "gguf", "driver", "model", "text", "hub", "engine", ""},
+    "__main__": {"cli", ""},
     "cli": {"errors", "commands", "tools", ""},
     "tools": {"errors", "cubin", "gguf", "driver", "engine", "commands", ""},
     "": {"errors", "engine"},
