@@ -94,9 +94,10 @@ def _verdict(served: Served) -> str:
 
 
 def _told(conflict: Conflict) -> str:
-    banks = f"{conflict.banks[0]}-{conflict.banks[-1]}" if conflict.banks[1:] else conflict.banks[0]
+    first, last = conflict.banks[0], conflict.banks[-1]  # neighbours, as an access is in one piece
+    banks = f"bank {first}" if first == last else f"banks {first}-{last}"
     groups = " | ".join(" ".join(map(str, lanes)) for lanes in conflict.groups)
-    return f"phase {conflict.phase}, bank {banks}: lanes {groups}"
+    return f"phase {conflict.phase}, {banks}: lanes {groups}"
 
 
 def _remedy(use: Use) -> str:

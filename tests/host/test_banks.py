@@ -141,7 +141,7 @@ def test_the_command_on_rows(capsys: pytest.CaptureFixture[str]) -> None:
     assert code == 1
     assert out.startswith(
         "ldmatrix.x4, rows of 256 B: 8-way, 32 wavefronts where 4 would do\n"
-        "  phase 0, bank 0-3: lanes 0 | 1 | 2 | 3 | 4 | 5 | 6 | 7\n"
+        "  phase 0, banks 0-3: lanes 0 | 1 | 2 | 3 | 4 | 5 | 6 | 7\n"
     )
     assert out.endswith("free with: 16 B more per row\n")
     code, out = run(capsys, "--stride", "256", "--pad", "16")
