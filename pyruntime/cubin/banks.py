@@ -147,7 +147,7 @@ def in_rows(access: Access, stride: int, *, lanes_per_row: int = 1, swizzle: int
     Args:
         swizzle: 0, or the width in bytes of a pattern that TMA applies to addresses.
     """
-    rows = min(access.lanes, 16) if access.matrices == 4 else 8
+    rows = 16 if access.matrices == 4 else 8
 
     def address(lane: int) -> int:
         if access.matrices:

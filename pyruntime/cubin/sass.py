@@ -55,14 +55,14 @@ KINDS = (
         GETLMEMBASE SETLMEMBASE SETCTAID RPCMOV"""),
     _kind("async copy", "copies past the registers", """LDGSTS UTMALDG UTMASTG UTMAREDG UTMAPF
         UBLKCP UBLKPF UBLKRED UTMACCTL UTMACMDFLUSH"""),
-    _kind("ldmatrix", "shared memory", "LDSM STSM MOVM"),
-    _kind("shared", "shared memory", "LDS STS ATOMS STAS REDAS"),
+    _kind("ldmatrix", "shared memory", "LDSM"),
+    _kind("shared", "shared memory", "LDS STS STSM ATOMS STAS REDAS"),
     _kind("global", "L1, L2, device memory", """LDG STG LD ST ATOM ATOMG RED REDG LDGMC UREDGR
         USTGR"""),
     _kind("local", "local memory (spills, arrays)", "LDL STL"),
     _kind("constant", "constant cache", "LDC ULDC LDCU"),
     _kind("texture", "texture unit", "TEX TLD TLD4 TMML TXD TXQ SULD SUST SUATOM SURED"),
-    _kind("lanes", "exchange between lanes", "SHFL VOTE VOTEU MATCH REDUX CREDUX QSPC ELECT"),
+    _kind("lanes", "exchange between lanes", "SHFL MOVM VOTE VOTEU MATCH REDUX CREDUX QSPC ELECT"),
     _kind("barrier", "waiting", """BAR SYNCS DEPBAR LDGDEPBAR MEMBAR FENCE ERRBAR CGAERRBAR CCTL
         CCTLL CCTLT ARRIVES WARPGROUP WARPGROUPSET UCGABAR_ARV UCGABAR_WAIT ACQBULK NANOSLEEP"""),
     _kind("control", "branches", """BRA BRX BRXU JMP JMX JMXU CALL RET EXIT KILL BSSY BSYNC BREAK

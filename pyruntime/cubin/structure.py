@@ -131,41 +131,52 @@ def _planes(kind: str, spec: KernelSpec | None) -> tuple[str, ...]:
 def _findings(
     code: Sequence[Instruction], inside: Sequence[Instruction], found: Sequence[Loop]
 ) -> Iterable[Finding]:
-    def see(text: str, lever: Lever | None = None) -> Finding:
-        return Finding("structure", text, lever)
-
-    here = Counter(i.kind.name for i in inside)
-    names = Counter(i.name for i in inside if i.kind.name != "padding")
+    yield from _products(code, inside, found)
     looped = Counter(code[i].kind.name for i in frozenset().union(*(loop.body for loop in found)))
-    working = sum(names.values())
-    copied = names["LDG"] and names["STS"] and not here["async copy"]
-    if here["tensor"]:
-        units = ", ".join(sorted({i.opcode for i in inside if i.kind.name == "tensor"}))
-        yield see(f"the products run on tensor cores ({units})")
-        if copied:
-            yield see("operands reach shared memory through registers (LDG, STS)", Lever.SMALL)
-        elif names["STS"] and names["LDS"] + here["ldmatrix"]:
-            yield see(
-                f"results make a round trip through shared memory between the products "
-                f"({names['STS']} STS in the main loop)",
-                Lever.REWRITE,
-            )
-    elif names["FFMA"] + names["FFMA2"] >= _MANY_FMA * working and here["shared"]:
-        yield see(
-            f"the products run on the FP32 pipes ({names['FFMA'] + names['FFMA2']} FFMA of "
-            f"{working} instructions in the main loop, no tensor core)",
-            Lever.REWRITE,
-        )
     if looped["local"]:
-        yield see(f"{looped['local']} accesses to local memory inside loops", Lever.SMALL)
+        yield _see(f"{looped['local']} accesses to local memory inside loops", Lever.SMALL)
     if looped["fp64"]:
-        yield see(f"{looped['fp64']} instructions in double precision inside loops", Lever.SMALL)
-    waits = [i for i in inside if i.name == "DEPBAR" and i.opcode != "DEPBAR" and "," in i.operands]
-    if waits and here["async copy"]:
-        left = sorted({int(i.operands.rsplit(",", 1)[1], 16) for i in waits})
-        drained = " (each waits for all of them)" if left == [0] else ""
-        yield see(f"copies in flight after a wait: {', '.join(map(str, left))} groups{drained}")
+        yield _see(f"{looped['fp64']} instructions in double precision inside loops", Lever.SMALL)
+    waits = {i.operands.rpartition(",")[2] for i in inside if i.opcode == "DEPBAR.LE"}
+    if waits and any(i.name == "LDGSTS" for i in inside):
+        left = ", ".join(str(int(count, 16)) for count in sorted(waits))
+        drained = " (each waits for all of them)" if left == "0" else ""
+        yield _see(f"copies in flight after a wait: {left} groups{drained}")
     if unclear := sum(i.name in INDIRECT for i in code):
-        yield see(f"{unclear} indirect branches: loops may be missing")
+        yield _see(f"{unclear} indirect branches: loops may be missing")
     if others := sorted({i.name for i in code if i.kind.name == "other"}):
-        yield see(f"instructions that are not known here: {', '.join(others)}")
+        yield _see(f"instructions that are not known here: {', '.join(others)}")
+
+
+def _products(
+    code: Sequence[Instruction], inside: Sequence[Instruction], found: Sequence[Loop]
+) -> Iterable[Finding]:
+    """Where the products run, and how their operands and results get there and away."""
+    units = sorted({i.opcode for i in inside if i.kind.name == "tensor"})
+    if not units:
+        names = Counter(i.name for i in inside if i.kind.name != "padding")
+        fma, working = names["FFMA"] + names["FFMA2"], sum(names.values())
+        if fma >= _MANY_FMA * working and names["LDS"]:
+            text = f"the products run on the FP32 pipes ({fma} FFMA of {working} instructions"
+            yield _see(f"{text} in the main loop, no tensor core)", Lever.REWRITE)
+        return
+    yield _see(f"the products run on tensor cores ({', '.join(units)})")
+    with_products = [
+        loop for loop in found if any(code[i].kind.name == "tensor" for i in loop.body)
+    ]
+    for loop in with_products:
+        if any(other.name.startswith(f"{loop.name}.") for other in with_products):
+            continue  # its other stores are the way out, once per tile
+        names = Counter(code[i].name for i in loop.body if code[i].kind.name != "padding")
+        stored = names["STS"] + names["STSM"]
+        where = f"loop {loop.name}"
+        if names["LDG"] and stored and not names["LDGSTS"]:
+            text = f"operands reach shared memory through registers (LDG, STS in {where})"
+            yield _see(text, Lever.SMALL)
+        elif stored and names["LDS"] + names["LDSM"] and not names["STG"] + names["UTMASTG"]:
+            text = "results make a round trip through shared memory between the products"
+            yield _see(f"{text} ({stored} stores in {where})", Lever.REWRITE)
+
+
+def _see(text: str, lever: Lever | None = None) -> Finding:
+    return Finding("structure", text, lever)

@@ -83,7 +83,7 @@ def decide(
             return Verdict("book it", f"the mechanism is real, but {value:.2%} is below {bar}")
         return Verdict("close", f"no lever is seen, and {value:.2%} is below {bar}")
     if not levers and unknown:
-        return Verdict("undecided", f"no lever is seen, but {' and '.join(unknown)} unknown")
+        return Verdict("undecided", f"no lever is seen; unknown: {', '.join(unknown)}")
     if not levers and value is not None:
         return Verdict("book it", f"{value:.2%} clears {bar}, but nothing shows what to change")
     if not levers:

@@ -19,6 +19,7 @@ KINDS |= {"ldmatrix": "ldmatrix.x4"}
 def cycles(gpu: Any, kind: str, served: Served) -> int:
     """The fewest cycles in which all warps of the probe make the access again and again."""
     (kernel,) = (k for k in gpu.library.family("probe") if k.spec.tile["access"] == kind)
+    assert max(a or 0 for a in served.addresses) + served.access.bytes <= kernel.spec.smem_bytes
     clocks = gpu.empty((kernel.spec.threads // 32, 2), np.int64)
     program = Program()
     program.add(
