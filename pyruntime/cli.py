@@ -25,6 +25,9 @@ COMMANDS = {
     "inspect": ("pyruntime.tools.inspection", "show registers, memory and spills of kernels"),
     "ledger": ("pyruntime.tools.ledger", "account for shared memory, plane by plane"),
     "occupancy": ("pyruntime.tools.occupancy", "count blocks per SM for given resources"),
+    "banks": ("pyruntime.tools.banks", "find bank conflicts in accesses to shared memory"),
+    "sass": ("pyruntime.tools.sass", "count machine instructions by kind and loop"),
+    "audit": ("pyruntime.tools.audit", "weigh a kernel's structure, resources and behaviour"),
     "diff": ("pyruntime.tools.diff", "compare the kernels of two builds"),
     "gate": ("pyruntime.tools.gate", "fail when kernels break rules or a baseline"),
 }

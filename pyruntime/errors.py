@@ -49,6 +49,12 @@ class InputError(PyruntimeError):
     exit_code = 2
 
 
+class ToolError(PyruntimeError):
+    """An external program that is missing or failed. The text says where it was looked for."""
+
+    exit_code = 2
+
+
 class DriverNotFoundError(PyruntimeError):
     """No CUDA driver library, no device, or a device ordinal that does not exist."""
 

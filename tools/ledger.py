@@ -8,20 +8,18 @@ from __future__ import annotations
 
 import argparse
 import sys
-from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
 from pyruntime.commands.options import add_json, print_json
 from pyruntime.cubin.facts import KernelFacts
-from pyruntime.cubin.installed import architecture_for
 from pyruntime.cubin.ledger import Ledger, ledger_of
 from pyruntime.cubin.limits import DEFAULT_RESERVE, Limits
 from pyruntime.cubin.occupancy import Demand
-from pyruntime.cubin.records import demand_of, kernels_of, read_all
-from pyruntime.errors import CubinError
+from pyruntime.cubin.records import demand_of
 
 from . import devices
+from .kernels import kernels_named, variant_for
 from .tables import shown, table
 
 
@@ -48,15 +46,7 @@ def main(argv: list[str] | None = None) -> int:
         from .designs import report
 
         return report(args.geometry, chosen, json=args.json, everything=args.all)
-    cubins, unread = read_all(args.paths)
-    kernels: dict[str, dict[str, KernelFacts]] = {}
-    for _, kernel in kernels_of(cubins):
-        if fnmatchcase(kernel.name, args.kernel):
-            kernels.setdefault(kernel.name, {}).setdefault(kernel.arch, kernel)
-    if not kernels:
-        names = sorted({kernel.name for _, kernel in kernels_of(cubins)})
-        some = ", ".join(names[:20]) + (", …" if len(names) > 20 else "")
-        raise CubinError(f"no kernel {args.kernel}; there are: {some or 'none'}")
+    kernels, unread = kernels_named(args.kernel, args.paths)
     records = [
         _record(variants, chosen, args.threads, args.dynamic) for variants in kernels.values()
     ]
@@ -68,14 +58,6 @@ def main(argv: list[str] | None = None) -> int:
     for reason in unread:
         print(f"pyruntime ledger: {reason}", file=sys.stderr)
     return 2 if unread else 0
-
-
-def variant_for(limits: Limits, variants: dict[str, KernelFacts]) -> tuple[KernelFacts, bool]:
-    """The variant that a device would load, and whether it runs there (else it is the first)."""
-    number = int(limits.arch[3:])
-    names = [arch[3:] for arch in variants]
-    best = architecture_for((number // 10, number % 10), names)
-    return variants[f"sm_{best}" if best else next(iter(variants))], best is not None
 
 
 def plane_rows(ledger: Ledger, padding: dict[str, int] | None = None) -> list[tuple[object, ...]]:

@@ -23,10 +23,24 @@ Figure = int | str | list[int] | None
 class Change:
     """A kernel that both builds have. `fields`: name -> (before, after), where they differ."""
 
-    name: str
-    arch: str
-    same_code: bool
+    before: KernelFacts
+    after: KernelFacts
     fields: dict[str, tuple[Figure, Figure]]
+
+    @property
+    def name(self) -> str:
+        """Its name."""
+        return self.after.name
+
+    @property
+    def arch(self) -> str:
+        """Its architecture, the later one if they differ."""
+        return self.after.arch
+
+    @property
+    def same_code(self) -> bool:
+        """Whether the machine code is equal, byte by byte."""
+        return self.before.code == self.after.code
 
 
 @dataclass(frozen=True)
@@ -67,9 +81,4 @@ def _index(cubins: list[CubinFacts], by_name: bool) -> dict[str, KernelFacts]:
 
 def _change(before: KernelFacts, after: KernelFacts) -> Change:
     a, b = kernel_record(before), kernel_record(after)
-    return Change(
-        name=after.name,
-        arch=after.arch,
-        same_code=before.code == after.code,
-        fields={f: (a[f], b[f]) for f in FIELDS if a[f] != b[f]},
-    )
+    return Change(before, after, {f: (a[f], b[f]) for f in FIELDS if a[f] != b[f]})

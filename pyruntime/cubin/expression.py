@@ -1,7 +1,7 @@
 """Formulas and rules that a user writes, evaluated without running any code of theirs.
 
 Text is parsed by Python's own `ast` and then only these are accepted: names, integers and strings,
-+ - * //, max and min, parentheses; and in rules also comparisons and and/or/not.
++ - * //, max and min, parentheses; in rules also comparisons and and/or/not, in addresses % and ^.
 """
 
 from __future__ import annotations
@@ -30,6 +30,10 @@ _COMPARISONS: dict[type[ast.cmpop], tuple[str, Callable[[Any, Any], bool]]] = {
     ast.Gt: (">", operator.gt),
     ast.GtE: (">=", operator.ge),
 }
+_BITS: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
+    ast.Mod: operator.mod,
+    ast.BitXor: operator.xor,
+}
 _FUNCTIONS: dict[str, Callable[..., Any]] = {"max": max, "min": min}
 
 
@@ -41,6 +45,7 @@ class Formula:
     """
 
     rules = False
+    operators, symbols = _ARITHMETIC, "+ - * // max min"
 
     def __init__(self, text: str) -> None:
         self.text = text
@@ -74,7 +79,7 @@ class Formula:
                 return set()
             case ast.Constant(value=str()) if self.rules:
                 return set()
-            case ast.BinOp(left=left, op=op, right=right) if type(op) in _ARITHMETIC:
+            case ast.BinOp(left=left, op=op, right=right) if type(op) in self.operators:
                 return self._check(left) | self._check(right)
             case ast.UnaryOp(op=ast.USub(), operand=operand):
                 return self._check(operand)
@@ -90,7 +95,7 @@ class Formula:
                 return set().union(*map(self._check, parts))
             case ast.UnaryOp(op=ast.Not(), operand=operand) if self.rules:
                 return self._check(operand)
-        allowed = "names, numbers, + - * // max min" + (
+        allowed = f"names, numbers, {self.symbols}" + (
             ", comparisons, and, or, not" if self.rules else ""
         )
         raise InputError(f"{self.text!r}: {ast.unparse(node)!r} is not allowed (only {allowed})")
@@ -107,7 +112,7 @@ class Formula:
             case ast.Constant(value=int() | str() as value):
                 return value
             case ast.BinOp(left=left, op=op, right=right):
-                return self._apply(_ARITHMETIC[type(op)], (left, right), values)
+                return self._apply(self.operators[type(op)], (left, right), values)
             case ast.UnaryOp(op=ast.USub(), operand=operand):
                 return self._apply(operator.neg, (operand,), values)
             case ast.UnaryOp(op=ast.Not(), operand=operand):
@@ -141,6 +146,12 @@ class Formula:
         except (ZeroDivisionError, TypeError) as error:
             raise InputError(f"{self.text!r}: {error}") from None
         return result
+
+
+class Address(Formula):
+    """A formula that also knows % and ^ (exclusive or): "lane % 8 * 128 + (lane ^ 3) // 8 * 16"."""
+
+    operators, symbols = {**_ARITHMETIC, **_BITS}, f"{Formula.symbols} % ^"
 
 
 class Rule(Formula):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pyruntime.cubin.expression import Formula, Rule
+from pyruntime.cubin.expression import Address, Formula, Rule
 from pyruntime.errors import InputError
 
 VALUES = {"TQ": 64, "TKV": 32, "hd": 128, "unknown": None, "arch": "sm_90a"}
@@ -68,6 +68,13 @@ def test_errors_name_the_formula_and_what_is_known() -> None:
 )
 def test_rules_with_unknowns(text: str, holds: bool | None) -> None:
     assert Rule(text).holds(VALUES) is holds
+
+
+def test_addresses_have_two_operators_more() -> None:
+    swizzled = Address("lane % 8 * 128 + (lane // 8 ^ lane % 8) * 16")
+    assert [swizzled({"lane": lane}) for lane in (0, 1, 8, 31)] == [0, 144, 16, 960]
+    with pytest.raises(InputError, match="max min % \\^"):
+        Address("lane ** 2")
 
 
 def test_margins() -> None:

@@ -9,7 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from pyruntime.cubin.contract import breaches
 from pyruntime.cubin.installed import architecture_for, manifest, root
+from pyruntime.cubin.records import kernels_of, read_all
 from pyruntime.cubin.spec import KernelSpec, read_specs
 
 ROOT = Path(__file__).parents[2]
@@ -51,6 +53,12 @@ def test_specs_are_whole() -> None:
             ends = [plane.offset + plane.bytes for plane in spec.planes]
             assert spec.smem_bytes == max(ends, default=0)
             assert all(param.offset < spec.param_bytes for param in spec.params)
+
+
+def test_the_compiler_agrees_with_every_contract() -> None:
+    cubins, unread = read_all([])
+    found = [f"{k.name} {k.arch}: {b}" for _, k in kernels_of(cubins) for b in breaches(k)]
+    assert not unread and not found
 
 
 def nvcc() -> str:

@@ -1,0 +1,45 @@
+"""The kernels that a command is asked about, by name and architecture."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+from pyruntime.cubin.facts import KernelFacts
+from pyruntime.cubin.installed import architecture_for
+from pyruntime.cubin.limits import Limits
+from pyruntime.cubin.records import kernels_of, read_all
+from pyruntime.errors import CubinError
+
+
+def kernels_named(
+    pattern: str, paths: Iterable[Path]
+) -> tuple[dict[str, dict[str, KernelFacts]], list[str]]:
+    """name -> architecture -> kernel, and why other cubins were not read.
+
+    Args:
+        pattern: a name, or a pattern such as gemm_*.
+        paths: files and folders; none given: the installed cubins.
+
+    Raises:
+        CubinError: no kernel is named so (the text lists some), or see `read_all`.
+    """
+    cubins, unread = read_all(paths)
+    found: dict[str, dict[str, KernelFacts]] = {}
+    for _, kernel in kernels_of(cubins):
+        if fnmatchcase(kernel.name, pattern):
+            found.setdefault(kernel.name, {}).setdefault(kernel.arch, kernel)
+    if not found:
+        names = sorted({kernel.name for _, kernel in kernels_of(cubins)})
+        some = ", ".join(names[:20]) + (", …" if len(names) > 20 else "")
+        raise CubinError(f"no kernel {pattern}; there are: {some or 'none'}")
+    return found, unread
+
+
+def variant_for(limits: Limits, variants: dict[str, KernelFacts]) -> tuple[KernelFacts, bool]:
+    """The variant that a device would load, and whether it runs there (else it is the first)."""
+    number = int(limits.arch[3:])
+    names = [arch[3:] for arch in variants]
+    best = architecture_for((number // 10, number % 10), names)
+    return variants[f"sm_{best}" if best else next(iter(variants))], best is not None
