@@ -21,6 +21,7 @@ COMMANDS = {
     "generate": ("pyruntime.commands.generate", "continue a prompt greedily"),
     "info": ("pyruntime.commands.info", "list a model's metadata, tensors and memory needs"),
     "doctor": ("pyruntime.commands.doctor", "tell what of driver, devices and cubins is there"),
+    "wall": ("pyruntime.tools.wall", "show where a prefill's time goes, kernel by kernel"),
     "synth": ("pyruntime.tools.synth", "write a model file with real shapes and random weights"),
     "inspect": ("pyruntime.tools.inspection", "show registers, memory and spills of kernels"),
     "ledger": ("pyruntime.tools.ledger", "account for shared memory, plane by plane"),
