@@ -23,6 +23,7 @@ COMMANDS = {
     "doctor": ("pyruntime.commands.doctor", "tell what of driver, devices and cubins is there"),
     "wall": ("pyruntime.tools.wall", "show where a prefill's time goes, kernel by kernel"),
     "ab": ("pyruntime.tools.ab", "compare two variants, option sets or builds"),
+    "lever": ("pyruntime.tools.lever", "price what could be made faster, before it is tried"),
     "synth": ("pyruntime.tools.synth", "write a model file with real shapes and random weights"),
     "inspect": ("pyruntime.tools.inspection", "show registers, memory and spills of kernels"),
     "ledger": ("pyruntime.tools.ledger", "account for shared memory, plane by plane"),
