@@ -77,7 +77,7 @@ def pairs_svg(record: Mapping[str, Any]) -> str:
                 )
             x += step
         x += step
-    title = f"{record['a']['label']} (blue) against {record['b']['label']}, wall time"
+    title = f"{record['a']['label']} (blue) against {record['b']['label']} (red), wall time"
     return _svg(bottom + 34, title, parts)
 
 
