@@ -205,6 +205,11 @@ class Engine:
             return device_bytes(file, config, *_sizes(config, max_tokens, kv_tokens))
 
     @property
+    def model(self) -> Model:
+        """The backend; on a GPU a `pyruntime.model.gpu.GpuModel`, which measurements go into."""
+        return self._model
+
+    @property
     def has_vocabulary(self) -> bool:
         """Whether the file holds a vocabulary, so that there is a `tokenizer`."""
         return self._metadata.get("tokenizer.ggml.model", "no_vocab") != "no_vocab"

@@ -89,4 +89,11 @@ __device__ __forceinline__ float exp2_approx(float x) {
   return y;
 }
 
+// %globaltimer (10.27): nanoseconds, in steps of 32 ns to 1 us.
+__device__ __forceinline__ int64_t global_timer() {
+  int64_t t;
+  asm volatile("mov.u64 %0, %%globaltimer;\n" : "=l"(t));
+  return t;
+}
+
 }  // namespace ptx

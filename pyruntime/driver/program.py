@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ctypes
 from collections import Counter
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from pyruntime.driver import api
@@ -12,11 +14,14 @@ from pyruntime.driver.stream import Stream
 
 
 class Launch:
-    """One kernel launch with everything encoded but the stream."""
+    """One kernel launch with everything encoded but the stream. `role`: what it is for."""
 
-    def __init__(self, kernel: Kernel, grid: tuple[int, int, int], params: dict[str, Any]) -> None:
+    def __init__(
+        self, kernel: Kernel, grid: tuple[int, int, int], params: dict[str, Any], role: str
+    ) -> None:
         self.kernel = kernel
         self.grid = grid
+        self.role = role
         self._owned = list(params.values())  # arrays that the encoded addresses point into
         self._block = kernel.pack(params)
         self._pointers = (ctypes.c_void_p * 1)(ctypes.addressof(self._block))
@@ -36,9 +41,19 @@ class Launch:
 class Program:
     """Launches to run in order. It keeps every array alive that its parameters point into."""
 
-    def __init__(self) -> None:
-        self.launches: list[Launch] = []
-        self._counts: Counter[Kernel] = Counter()
+    def __init__(self, launches: Iterable[Launch] = ()) -> None:
+        self.launches = list(launches)
+        self._counts = Counter(launch.kernel for launch in self.launches)
+        self._role = ""
+
+    @contextmanager
+    def role(self, name: str) -> Iterator[None]:
+        """Labels what is added in a `with` block; otherwise a kernel's family is its role."""
+        self._role = name
+        try:
+            yield
+        finally:
+            self._role = ""
 
     def add(
         self, kernel: Kernel, *, grid: tuple[int, int, int] | tuple[int, int] | int, **params: Any
@@ -56,7 +71,7 @@ class Program:
             raise ValueError(
                 f"kernel {kernel.name}: grid {(x, y, z)} in clusters of {kernel.spec.cluster}"
             )
-        self.launches.append(Launch(kernel, (x, y, z), params))
+        self.launches.append(Launch(kernel, (x, y, z), params, self._role or kernel.spec.family))
         self._counts[kernel] += 1
 
     def run(self, stream: Stream) -> None:

@@ -134,3 +134,13 @@ def test_a_kernel_with_clusters_is_launched_with_its_attribute(
     assert attribute.id == driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
     size = attribute.value.clusterDim
     assert (size.x, size.y, size.z) == (3, 1, 1)
+
+
+def test_a_launch_has_the_role_of_its_block_or_its_family() -> None:
+    program = Program()
+    params: dict[str, Any] = {"map": b"", "p": 0, "n": 1, "s": 1.0}
+    program.add(KERNEL, grid=1, **params)
+    with program.role("qkv"):
+        program.add(KERNEL, grid=1, **params)
+    program.add(KERNEL, grid=1, **params)
+    assert [launch.role for launch in program.launches] == ["demo", "qkv", "demo"]

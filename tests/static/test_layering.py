@@ -22,10 +22,11 @@ ALLOWED: dict[str, set[str]] = {
     "model": {"errors", "gguf", "driver", "ops"},
     "reference": {"errors", "gguf", "model"},
     "engine": {"errors", "gguf", "driver", "model", "reference", "text", "hub"},
+    "measure": {"errors", "cubin", "driver", "ops", "model", "hub", "engine"},
     "commands": {"errors", "cubin", "gguf", "driver", "model", "text", "hub", "engine", ""},
     "__main__": {"cli", ""},
     "cli": {"errors", "commands", "tools", ""},
-    "tools": {"errors", "cubin", "gguf", "driver", "engine", "commands", ""},
+    "tools": {"errors", "cubin", "gguf", "driver", "hub", "engine", "measure", "commands", ""},
     "": {"errors", "engine"},
 }
 
