@@ -47,6 +47,7 @@ class Model(Protocol):
 
     def new_cache(self, tokens: int) -> Any: ...
     def forward(self, ids: ArrayLike, cache: Any, *, logits: Literal["last", "all"]) -> Any: ...
+    def launches(self) -> dict[str, int]: ...
     def close(self) -> None: ...
 
 
@@ -61,7 +62,8 @@ class Result:
         cache: the cache that was passed in, or None.
         tokens: how many ids were processed.
         timings: seconds: "wall", and on a GPU "gpu" (between events around the passes).
-        path: the backend and device that did it, such as "cuda:0 (NVIDIA H200)" or "cpu (NumPy)".
+        path: the backend and device that did it, such as "cuda:0 (NVIDIA H200)" or "cpu (NumPy)",
+            and the attention kernel where one was asked for.
     """
 
     logits: Any
@@ -122,8 +124,10 @@ class Engine:
             model: a path, an alias such as "smollm2", or "hf:owner/repo/file.gguf".
             device: "auto" (the first GPU, or NumPy with a warning), "cpu", or "cuda:N".
             weights: "fp16", or "auto", which is that today.
-            attention, kv_dtype, graphs, exact: "auto", "f16", "auto" and "fast"; other values are
-                refused until they exist.
+            attention: "auto" (the fastest kernel), or a variant by name: "fast", or a step of its
+                history, "r46_base", "r46", "r48", "r50" or "r57", for head dims 64 and 128.
+            kv_dtype, graphs, exact: "f16", "auto" and "fast"; other values are refused until they
+                exist.
             max_tokens: rows of one pass; longer prompts take several. Default 4096, or the model's
                 context length if that is shorter.
             kv_tokens: the longest prompt without a cache of its own. By default the internal cache
@@ -139,7 +143,7 @@ class Engine:
         """
         from pyruntime.hub import resolve
 
-        _check_options(weights, attention, kv_dtype, graphs, exact)
+        _check_options(weights, kv_dtype, graphs, exact)
         with GGUFFile.open(resolve(model)) as file:
             config = ModelConfig.from_gguf(file)
             kv_limit = kv_tokens
@@ -150,6 +154,8 @@ class Engine:
 
                 if memory_budget is not None or stream is not None:
                     raise ValueError("memory_budget and stream are for a GPU; this is the CPU")
+                if attention != "auto":
+                    raise ValueError(f"attention={attention!r} names a GPU kernel: NumPy has none")
                 reference = ReferenceModel(file, config, progress=progress)
                 return cls(reference, "cpu (NumPy)", file, max_tokens, kv_tokens, kv_limit)
             from pyruntime.model.gpu import GpuModel
@@ -162,9 +168,11 @@ class Engine:
                 kv_tokens=kv_tokens,
                 memory_budget=memory_budget,
                 stream=stream,
+                attention=attention,
                 progress=progress or (lambda _: None),
             )
-            return cls(gpu, gpu.device_name, file, max_tokens, kv_tokens, kv_limit)
+            path = gpu.device_name + (f", attention {attention}" if attention != "auto" else "")
+            return cls(gpu, path, file, max_tokens, kv_tokens, kv_limit)
 
     @classmethod
     def plan(
@@ -185,16 +193,21 @@ class Engine:
         """Device bytes by category that `load` with the same options and one cache will hold.
 
         Nothing is allocated and no device is asked: `device`, `memory_budget` and `stream` change
-        nothing. While it loads, 64 MiB or more of staging buffers come on top. Raises: as `load`
-        does for the file and the options.
+        nothing, nor does `attention`, whose kernels take no memory. While it loads, 64 MiB or more
+        of staging buffers come on top. Raises: as `load` does for the file and the other options.
         """
-        _check_options(weights, attention, kv_dtype, graphs, exact)
+        _check_options(weights, kv_dtype, graphs, exact)
         from pyruntime.hub import resolve
         from pyruntime.model.gpu import device_bytes
 
         with GGUFFile.open(resolve(model)) as file:
             config = ModelConfig.from_gguf(file)
             return device_bytes(file, config, *_sizes(config, max_tokens, kv_tokens))
+
+    @property
+    def model(self) -> Model:
+        """The backend; on a GPU a `pyruntime.model.gpu.GpuModel`, which measurements go into."""
+        return self._model
 
     @property
     def has_vocabulary(self) -> bool:
@@ -297,6 +310,14 @@ class Engine:
             step = [token]
         return out
 
+    def launches(self) -> dict[str, int]:
+        """How often each kernel was launched since `load` began; empty on the CPU.
+
+        A kernel that is absent never ran.
+        """
+        self._check_open()
+        return self._model.launches()
+
     @cached_property
     def _stop_ids(self) -> frozenset[int]:
         # A model without a vocabulary has no end-of-sequence token.
@@ -346,10 +367,9 @@ class Engine:
         self.close()
 
 
-def _check_options(weights: str, attention: str, kv_dtype: str, graphs: str, exact: str) -> None:
+def _check_options(weights: str, kv_dtype: str, graphs: str, exact: str) -> None:
     for name, value, known in (
         ("weights", weights, ("auto", "fp16")),
-        ("attention", attention, ("auto",)),
         ("kv_dtype", kv_dtype, ("f16",)),
         ("graphs", graphs, ("auto", "off")),
         ("exact", exact, ("fast",)),

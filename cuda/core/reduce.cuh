@@ -7,6 +7,12 @@ __device__ __forceinline__ float warp_sum(float v) {
   return v;
 }
 
+__device__ __forceinline__ float warp_max(float v) {
+#pragma unroll
+  for (int offset = 16; offset; offset >>= 1) v = fmaxf(v, __shfl_xor_sync(0xffffffffu, v, offset));
+  return v;
+}
+
 // Sum over a block of `Threads` threads; `partial` is a plane of Threads / 32 floats. Every thread
 // gets it.
 template <int Threads>

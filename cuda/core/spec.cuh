@@ -63,7 +63,8 @@ struct Text {
   }
 };
 
-// Tile constants by name, for the host to choose and size grids by: "bm=128 bn=128".
+// Tile constants by name, for the host to choose and size grids by: "bm=128 bn=128". The launcher
+// itself reads one: "cluster", the blocks of a cluster along x (none: no clusters).
 struct Tile : Text<128> {
   template <class V>
   constexpr Tile& with(const char* name, V value) {

@@ -1,13 +1,9 @@
 // Tensor-core GEMM: acc[r][j] = sum over i of A[r][i] * W[j][i], fp16 in, f32 accumulation, any n,
-// k a multiple of 8, live rows m read from device memory. Three epilogues:
-//
-//   f32     C[r][j]  = scale * acc[r][j]
-//   add     C[r][j] += scale * acc[r][j]
-//   swiglu  C[r][i]  = fp16(scale * silu(acc[r][2i]) * acc[r][2i + 1]), W rows gate0, up0, gate1...
+// k a multiple of 8, live rows m read from device memory, through mma.sync. Epilogues and the walk
+// over the tiles: gemm_base.cuh.
 //
 // Grid: x = row tiles * column tiles for the most rows there can be; blocks past the live tiles
-// return. Tiles are walked in bands of kBandRows rows, down the band before the next column tile,
-// so that the blocks at work at a time share their rows of A and W in L2.
+// return.
 //
 // Block: WarpsM x WarpsN warps, each with a (BM / WarpsM) x (BN / WarpsN) accumulator in registers.
 //
@@ -17,14 +13,11 @@
 // Bytes: (BM + BN) * k * 2 per tile from L2, for 2 * BM * BN * k flops.
 //
 // Every accumulator is a chain of m16n8k16 products in ascending k, whatever the row of the table:
-// all rows give the same bits, and a row of C depends on nothing but its row of A.
+// all of this engine's rows give the same bits, and a row of C depends on nothing but its row of A.
 #pragma once
 
-#include <type_traits>
-
-#include "../core/live.cuh"
-#include "../core/ptx.cuh"
 #include "../core/spec.cuh"
+#include "gemm_base.cuh"
 
 #define GEMM_PARAMS(P)                                                        \
   P(const int32_t*, rows) /* device count of live rows */                     \
@@ -41,8 +34,6 @@
   P(1024, __half, a, [Stages][BM][BK]) \
   P(1024, __half, w, [Stages][BN][BK])
 
-enum class Epilogue { f32, add, swiglu };
-
 template <Epilogue E, int BM, int BN, int BK, int Stages, int WarpsM, int WarpsN, int Blocks>
 struct Gemm {
   static constexpr int kThreads = 32 * WarpsM * WarpsN, kMinBlocks = Blocks;
@@ -50,20 +41,19 @@ struct Gemm {
   static constexpr int kChunks = BK / 8;   // 16-byte chunks of a tile row: the unit of every copy
   static constexpr int kSlices = BK / 16;  // mma depths of a stage
   static constexpr int kRowBytes = BK * sizeof(__half);
-  static constexpr int kBandRows = 2048;
   // Consecutive columns that a lane holds (see `column`): 16 bytes of output if the warp has them.
   static constexpr bool kGated = E == Epilogue::swiglu;
   static constexpr int kRun = !kGated ? 4 : kWarpColumns < 64 ? kWarpColumns / 4 : 16;
   static constexpr int kRunOut = kGated ? kRun / 2 : kRun;
-  using Out = std::conditional_t<kGated, __half, float>;
+  using Out = OutputOf<E>;
 
   static_assert(kSlices % 2 == 0, "fragments alternate between two buffers");
   static_assert(kWarpRows % 16 == 0 && kWarpColumns % (4 * kRun) == 0);
 
   static constexpr spec::Tile tile() {
-    constexpr const char* names[] = {"f32", "add", "swiglu"};
     return spec::Tile{}
-        .with("epilogue", names[int(E)])
+        .with("epilogue", name_of(E))
+        .with("engine", "mma")
         .with("bm", BM)
         .with("bn", BN)
         .with("bk", BK)
@@ -143,10 +133,7 @@ struct Gemm {
     const int m = *p.rows;
     const int row_tiles = (m + BM - 1) / BM, column_tiles = (p.n + BN - 1) / BN;
     if (blockIdx.x >= row_tiles * column_tiles) return;
-    constexpr int kBand = kBandRows / BM;
-    const int band = blockIdx.x / (kBand * column_tiles) * kBand;
-    const int in_band = blockIdx.x - band * column_tiles, height = min(kBand, row_tiles - band);
-    const int row0 = (band + in_band % height) * BM, column0 = in_band / height * BN;
+    const auto [row0, column0] = place_of<BM, BN>(blockIdx.x, row_tiles, column_tiles);
 
     Smem& s = spec::shared<Smem>();
     const int chunks = p.k / 8, steps = (p.k + BK - 1) / BK;
@@ -255,10 +242,7 @@ struct Gemm {
   static __device__ void finish(const Params& p, const float (&c)[kWarpColumns / 8][4], int half,
                                 int x, Out& out, bool& fit) {
     if constexpr (kGated) {
-      constexpr float kLog2E = 1.44269504f;
-      const float gate = c[x][half * 2], up = c[x][half * 2 + 1];
-      const float silu = __fdividef(gate, 1.0f + ptx::exp2_approx(-kLog2E * gate));
-      const float value = silu * up * p.scale;
+      const float value = swiglu(c[x][half * 2], c[x][half * 2 + 1]) * p.scale;
       fit &= fits_half(value);
       out = __float2half_rn(value);
     } else {

@@ -37,6 +37,10 @@ def add_run(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--system", help="system message (with --chat)")
     parser.add_argument("--device", default="auto", help="auto (default), cpu, or cuda:N")
     parser.add_argument("--max-tokens", type=int, help="rows of one pass; longer prompts take more")
+    parser.add_argument(
+        "--attention", default="auto", metavar="VARIANT",
+        help="auto (default, the fastest kernel), or a variant by name, such as r48",
+    )  # fmt: skip
     add_json(parser)
 
 
@@ -125,7 +129,11 @@ def loaded(args: argparse.Namespace) -> Iterator[Engine]:
     )
     with bar:
         engine = Engine.load(
-            args.model, device=args.device, max_tokens=args.max_tokens, progress=bar.update
+            args.model,
+            device=args.device,
+            attention=args.attention,
+            max_tokens=args.max_tokens,
+            progress=bar.update,
         )
     with engine:
         yield engine

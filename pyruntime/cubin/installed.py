@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
@@ -9,6 +10,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+from pyruntime.cubin.elf import Elf
 from pyruntime.errors import ArchMismatchError, CubinError
 
 _ARCH = re.compile(r"(\d+)([af]?)")
@@ -90,3 +92,28 @@ def cubins_for(compute_capability: tuple[int, int], device_name: str) -> dict[Pa
     if not paths:
         raise CubinError(f"{root() / f'sm_{arch}'}: no cubins, though the manifest lists sm_{arch}")
     return {path: path.read_bytes() for path in paths}
+
+
+def code_hashes(cubin: bytes, what: str) -> dict[str, str]:
+    """sha256 of the machine code of each kernel in a cubin, by name.
+
+    Args:
+        what: names the cubin in errors.
+
+    Raises:
+        CubinError: not a cubin.
+    """
+    prefix = ".text."
+    return {
+        s.name.removeprefix(prefix): hashlib.sha256(s.data).hexdigest()
+        for s in Elf(cubin, what).sections
+        if s.name.startswith(prefix)
+    }
+
+
+def installed_code(architecture: str) -> dict[str, str]:
+    """`code_hashes` of all installed cubins of an architecture such as "sm_90a"; {} if none."""
+    hashes: dict[str, str] = {}
+    for path in sorted((root() / architecture).glob("*.cubin")):
+        hashes |= code_hashes(path.read_bytes(), str(path))
+    return hashes

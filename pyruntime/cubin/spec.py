@@ -58,6 +58,11 @@ class KernelSpec:
         """The part of the name before the first underscore."""
         return self.name.split("_", 1)[0]
 
+    @property
+    def cluster(self) -> int:
+        """Blocks of a cluster, along x; 1 if the kernel asks for none."""
+        return int(self.tile.get("cluster", 1))
+
 
 def read_specs(data: bytes, what: str) -> dict[str, KernelSpec]:
     """All kernel specs in a cubin, by kernel name.

@@ -17,13 +17,22 @@ _BLOCK_ALIGNMENT = 64  # a CUtensorMap inside the parameter struct
 
 
 class Kernel:
-    """One kernel with its contract. Its shared-memory limit has been raised to what it asks for."""
+    """One kernel with its contract. Its shared-memory limit has been raised to what it asks for.
 
-    def __init__(self, spec: KernelSpec, function: Any, registers: int) -> None:
+    Attributes:
+        launches: how often it has been launched by a `Program` that ran to its end.
+        clusters: clusters of its that the device holds at a time; None for kernels without.
+    """
+
+    def __init__(
+        self, spec: KernelSpec, function: Any, registers: int, clusters: int | None = None
+    ) -> None:
         self.spec = spec
         self.name = spec.name
         self.function = function
         self.registers = registers
+        self.launches = 0
+        self.clusters = clusters
 
     def pack(self, params: dict[str, Any]) -> ctypes.Array[ctypes.c_char]:
         """Encodes parameters by name into the kernel's parameter struct.
@@ -51,6 +60,20 @@ class Kernel:
                 raise TypeError(f"kernel {self.name}, parameter {p.name}: {error}") from None
         raw_type = ctypes.c_char * self.spec.param_bytes
         return raw_type.from_buffer(raw, shift)
+
+
+def cluster_launch(spec: KernelSpec, grid: tuple[int, int, int]) -> Any:
+    """The CUlaunchConfig of a kernel that asks for clusters, whole but for the stream."""
+    driver = api.bindings()
+    config, cluster = driver.CUlaunchConfig(), driver.CUlaunchAttribute()
+    config.gridDimX, config.gridDimY, config.gridDimZ = grid
+    config.blockDimX, config.blockDimY, config.blockDimZ = spec.threads, 1, 1
+    config.sharedMemBytes = spec.smem_bytes
+    cluster.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+    size = cluster.value.clusterDim
+    size.x, size.y, size.z = spec.cluster, 1, 1
+    config.attrs, config.numAttrs = [cluster], 1
+    return config
 
 
 class Library:
@@ -103,7 +126,18 @@ class Library:
         api.call(
             "cuFuncSetAttribute", function, attribute, spec.smem_bytes, what=f"kernel {spec.name}"
         )
-        self._kernels[spec.name] = Kernel(spec, function, _attribute(function, "NUM_REGS"))
+        clusters = None
+        if spec.cluster > 1:
+            one = cluster_launch(spec, (spec.cluster, 1, 1))
+            clusters = int(api.call("cuOccupancyMaxActiveClusters", function, one, what=spec.name))
+            if not clusters:
+                self.refused[spec.name] = (
+                    f"{spec.name} asks for clusters of {spec.cluster} blocks; "
+                    f"{self.device.name} has no room for one"
+                )
+                return
+        registers = _attribute(function, "NUM_REGS")
+        self._kernels[spec.name] = Kernel(spec, function, registers, clusters)
 
     def __getitem__(self, name: str) -> Kernel:
         """The kernel `name`.
@@ -128,6 +162,24 @@ class Library:
             reasons = [r for n, r in self.refused.items() if n.split("_", 1)[0] == name]
             raise CubinError("; ".join(reasons) or f"no kernel of family {name} in the cubins")
         return found
+
+    def launches(self) -> dict[str, int]:
+        """Launches so far by kernel name; kernels that never ran are left out."""
+        return {k.name: k.launches for k in self._kernels.values() if k.launches}
+
+    def blocks_per_sm(self, kernel: Kernel) -> int:
+        """How many blocks of `kernel` the driver says an SM holds at once."""
+        spec = kernel.spec
+        with self.device.current():
+            return int(
+                api.call(
+                    "cuOccupancyMaxActiveBlocksPerMultiprocessor",
+                    kernel.function,
+                    spec.threads,
+                    spec.smem_bytes,
+                    what=f"kernel {spec.name}",
+                )
+            )
 
     def close(self) -> None:
         """Unloads the modules. Idempotent."""

@@ -33,6 +33,10 @@ class Stream:
         """Enqueues a device-to-host copy."""
         api.call("cuMemcpyDtoHAsync", dst, src, nbytes, self.handle)
 
+    def copy_on_device(self, dst: int, src: int, nbytes: int) -> None:
+        """Enqueues a copy from device memory to device memory."""
+        api.call("cuMemcpyDtoDAsync", dst, src, nbytes, self.handle)
+
     def fill(self, dst: int, byte: int, nbytes: int) -> None:
         """Enqueues a byte fill."""
         api.call("cuMemsetD8Async", dst, byte, nbytes, self.handle)

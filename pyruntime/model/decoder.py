@@ -56,15 +56,24 @@ def activation_bytes(c: ModelConfig, max_tokens: int) -> int:
 
 
 class Decoder:
-    """Activation buffers for up to `max_tokens` rows, and programs over them."""
+    """Activation buffers for up to `max_tokens` rows, and programs over them.
+
+    `variant` names the attention kernel, see `ops.attention.choose`.
+    """
 
     def __init__(
-        self, library: Library, config: ModelConfig, weights: Weights, max_tokens: int
+        self,
+        library: Library,
+        config: ModelConfig,
+        weights: Weights,
+        max_tokens: int,
+        variant: str = "auto",
     ) -> None:
         self.config = config
         self.max_tokens = max_tokens
         self._library = library
         self._weights = weights
+        self._variant = variant
         self.activations: dict[str, DeviceArray] = {}
         self._tables: tuple[DeviceArray, DeviceArray] | None = None
         self._programs: OrderedDict[tuple[int, bool], Program] = OrderedDict()
@@ -112,16 +121,17 @@ class Decoder:
     def head(self, logits: DeviceArray) -> Program:
         """The output matrix: logits float32 [wanted, vocab] from `normed`."""
         program = Program()
-        gemm(
-            program,
-            self._library,
-            a=self.activations["normed"],
-            w=self._weights.outer["output"],
-            c=logits,
-            rows=self.live.wanted,
-            max_rows=logits.shape[0],
-            epilogue="f32",
-        )
+        with program.role("head"):
+            gemm(
+                program,
+                self._library,
+                a=self.activations["normed"],
+                w=self._weights.outer["output"],
+                c=logits,
+                rows=self.live.wanted,
+                max_rows=logits.shape[0],
+                epilogue="f32",
+            )
         return program
 
     def _record(self, rows: int, every_row: bool) -> Program:
@@ -130,38 +140,44 @@ class Decoder:
         )  # fmt: skip
         p = Program()
         x, attended, count = act["x"], act["attended"], live.rows
-        embed(
-            p, lib, table=w.outer["embedding"], type_name=w.embedding_type, ids=live.ids, x=x,
-            rows=live.rows, max_rows=rows,
-        )  # fmt: skip
+        with p.role("embed"):
+            embed(
+                p, lib, table=w.outer["embedding"], type_name=w.embedding_type, ids=live.ids, x=x,
+                rows=live.rows, max_rows=rows,
+            )  # fmt: skip
         for layer, weights in enumerate(w.layers):
             site = layer * len(SITES)
             self._norm(p, x, weights["attn_norm"], count, rows, site)
-            gemm(
-                p, lib, a=act["normed"], w=weights["qkv"], c=act["qkv"],
-                rows=count, max_rows=rows, epilogue="f32",
-            )  # fmt: skip
+            with p.role("qkv"):
+                gemm(
+                    p, lib, a=act["normed"], w=weights["qkv"], c=act["qkv"],
+                    rows=count, max_rows=rows, epilogue="f32",
+                )  # fmt: skip
             self._attention(p, layer, rows, site + 1)
             if layer == c.layers - 1 and not every_row:
-                gather(
-                    p, lib, x=x, a=attended, x_out=act["last_x"], a_out=act["last_attended"],
-                    index=live.wanted_rows, wanted=live.wanted, max_wanted=1,
-                )  # fmt: skip
+                with p.role("gather"):
+                    gather(
+                        p, lib, x=x, a=attended, x_out=act["last_x"], a_out=act["last_attended"],
+                        index=live.wanted_rows, wanted=live.wanted, max_wanted=1,
+                    )  # fmt: skip
                 x, attended, count, rows = act["last_x"], act["last_attended"], live.wanted, 1
-            gemm(
-                p, lib, a=attended, w=weights["attn_output"], c=x,
-                rows=count, max_rows=rows, epilogue="add",
-            )  # fmt: skip
+            with p.role("o"):
+                gemm(
+                    p, lib, a=attended, w=weights["attn_output"], c=x,
+                    rows=count, max_rows=rows, epilogue="add",
+                )  # fmt: skip
             self._norm(p, x, weights["ffn_norm"], count, rows, site + 4)
-            gemm(
-                p, lib, a=act["normed"], w=weights["gate_up"], c=act["swiglu"],
-                rows=count, max_rows=rows, epilogue="swiglu",
-                scale=DOWN_SCALE, overflow=live.overflow, site=site + 5,
-            )  # fmt: skip
-            gemm(
-                p, lib, a=act["swiglu"], w=weights["down"], c=x,
-                rows=count, max_rows=rows, epilogue="add", scale=1 / DOWN_SCALE,
-            )  # fmt: skip
+            with p.role("gate_up"):
+                gemm(
+                    p, lib, a=act["normed"], w=weights["gate_up"], c=act["swiglu"],
+                    rows=count, max_rows=rows, epilogue="swiglu",
+                    scale=DOWN_SCALE, overflow=live.overflow, site=site + 5,
+                )  # fmt: skip
+            with p.role("down"):
+                gemm(
+                    p, lib, a=act["swiglu"], w=weights["down"], c=x,
+                    rows=count, max_rows=rows, epilogue="add", scale=1 / DOWN_SCALE,
+                )  # fmt: skip
         self._norm(p, x, w.outer["output_norm"], count, rows, c.layers * len(SITES))
         return p
 
@@ -222,6 +238,7 @@ class Decoder:
             heads=c.heads,
             kv_heads=c.kv_heads,
             scale=c.head_dim**-0.5,
+            variant=self._variant,
         )
 
     def close(self) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -16,6 +17,7 @@ from pyruntime.driver import api
 from pyruntime.driver.device import Device
 from pyruntime.driver.library import Library
 from pyruntime.driver.memory import DeviceArray
+from pyruntime.driver.program import Launch
 from pyruntime.driver.stream import Event, Stream
 from pyruntime.errors import (
     CudaError,
@@ -29,7 +31,7 @@ from pyruntime.model.decoder import Decoder, activation_bytes, site_name
 from pyruntime.model.live import NO_OVERFLOW, live_bytes
 from pyruntime.model.tokens import check_tokens
 from pyruntime.model.weights import Weights, weight_bytes
-from pyruntime.ops.attention import supported_head_dims
+from pyruntime.ops.attention import choose
 
 if TYPE_CHECKING:
     from pyruntime.gguf import GGUFFile
@@ -95,11 +97,13 @@ class GpuModel:
             is counted when memory is checked before anything is allocated.
         memory_budget: the most bytes that `device_bytes` may come to; all that is free by default.
         stream: a foreign stream's handle (an address), or None for one of its own.
+        attention: the attention kernel, see `ops.attention.choose`.
         progress: called with the file bytes of each piece that has arrived.
 
     Raises:
         DriverNotFoundError, ArchMismatchError, CubinError: no device to run on.
         UnsupportedModelError: a size that the kernels do not cover.
+        ValueError: an unknown attention kernel.
         OutOfMemoryError: the text gives the bytes needed and free.
     """
 
@@ -113,11 +117,13 @@ class GpuModel:
         kv_tokens: int,
         memory_budget: int | None = None,
         stream: int | None = None,
+        attention: str = "auto",
         progress: Callable[[int], object] = lambda _: None,
     ) -> None:
         self.config = config
         self.max_tokens = max_tokens
         self.gpu_seconds = 0.0  # of the last forward pass
+        self.host_span = (0.0, 0.0)  # and its first enqueue and end of waiting (perf_counter)
         self._lock = threading.RLock()
         self._process = os.getpid()
         self._lost = ""  # the failure that lost the device's context, if one did
@@ -125,7 +131,7 @@ class GpuModel:
         weakref.finalize(self, _abandon, self._resources).atexit = False
         self._open = True
         try:
-            self._load(file, ordinal, kv_tokens, memory_budget, stream, progress)
+            self._load(file, ordinal, kv_tokens, memory_budget, stream, attention, progress)
         except BaseException:
             with suppress(CudaError):  # the first failure is the one to report
                 self.close()
@@ -138,16 +144,17 @@ class GpuModel:
         kv_tokens: int,
         memory_budget: int | None,
         stream: int | None,
+        attention: str,
         progress: Callable[[int], object],
     ) -> None:
         config = self.config
         self.device = self._owned(Device(ordinal))
-        library = self._owned(Library(self.device))
-        _check_sizes(file, config, library)
+        self.library = library = self._owned(Library(self.device))
+        _check_sizes(file, config, library, attention)
         self._check_memory(device_bytes(file, config, self.max_tokens, kv_tokens), memory_budget)
         self._stream = self._owned(Stream(self.device, stream))
-        weights = self._owned(Weights(file, config, library, progress))
-        self._decoder = self._owned(Decoder(library, config, weights, self.max_tokens))
+        self.weights = weights = self._owned(Weights(file, config, library, progress))
+        self._decoder = self._owned(Decoder(library, config, weights, self.max_tokens, attention))
         self._decoder.reserve_positions(kv_tokens)
         self._decoder.program(self.max_tokens, every_row=False)  # sizes are refused here, not later
         self._started, self._ended = (self._owned(Event(self.device)) for _ in range(2))
@@ -195,6 +202,10 @@ class GpuModel:
         """Such as "cuda:0 (NVIDIA H200)"."""
         return f"cuda:{self.device.ordinal} ({self.device.name})"
 
+    def launches(self) -> dict[str, int]:
+        """Launches so far by kernel name, those of loading included."""
+        return self.library.launches()
+
     def new_cache(self, tokens: int) -> Cache:
         """An empty cache for `tokens` positions. Raises ValueError, OutOfMemoryError."""
         if tokens < 1:
@@ -226,19 +237,8 @@ class GpuModel:
             EngineError: closed, forked, or lost.
         """
         tokens = check_tokens(ids, self.config.vocab)
+        self._check_room(len(tokens), cache)
         rows, start = len(tokens), cache.length
-        if not isinstance(cache, Cache) or cache.owner is not self:
-            raise ValueError("this cache belongs to another model")
-        if not cache.k.ptr:
-            raise ValueError("this cache has been closed")
-        if rows > self.max_tokens:
-            raise ValueError(
-                f"{rows} tokens in one pass; this model was loaded for {self.max_tokens}"
-            )
-        if start + rows > cache.capacity:
-            raise ValueError(
-                f"{rows} tokens after {start} exceed the cache's {cache.capacity} positions"
-            )
         wanted = np.arange(rows if logits == "all" else 1, dtype=np.int32)
         if logits == "last":
             wanted += rows - 1
@@ -257,6 +257,39 @@ class GpuModel:
             cache.length = start + rows
             return out
 
+    @contextmanager
+    def staged(self, ids: ArrayLike, cache: Cache) -> Iterator[tuple[list[Launch], Stream]]:
+        """For measuring: the launches of `forward(ids, cache)`, and the stream to run them on.
+
+        Their live values are in place until the block ends, and other calls wait. They write to
+        `cache` from its length on, which stays; run again they compute the same again.
+        """
+        tokens = check_tokens(ids, self.config.vocab)
+        self._check_room(len(tokens), cache)
+        with self._entry(), self.device.current():
+            out = DeviceArray(self.device, (1, self.config.vocab), np.float32, what="logits")
+            program = self._decoder.program(len(tokens), every_row=len(tokens) == 1)
+            head = self._decoder.head(out)
+            self._upload(tokens, cache, np.array([len(tokens) - 1], np.int32))
+            try:
+                yield [*program.launches, *head.launches], self._stream
+            finally:
+                self._settle()
+
+    def _check_room(self, rows: int, cache: Cache) -> None:
+        if not isinstance(cache, Cache) or cache.owner is not self:
+            raise ValueError("this cache belongs to another model")
+        if not cache.k.ptr:
+            raise ValueError("this cache has been closed")
+        if rows > self.max_tokens:
+            raise ValueError(
+                f"{rows} tokens in one pass; this model was loaded for {self.max_tokens}"
+            )
+        if cache.length + rows > cache.capacity:
+            raise ValueError(
+                f"{rows} tokens after {cache.length} exceed the cache's {cache.capacity} positions"
+            )
+
     def _run(
         self, tokens: NDArray[np.int32], cache: Cache, wanted: NDArray[np.int32], out: DeviceArray
     ) -> None:
@@ -264,22 +297,27 @@ class GpuModel:
         program = decoder.program(rows, every_row=len(wanted) == rows)
         head = decoder.head(out)
         with self.device.current():
+            enqueued = time.perf_counter()
             self._started.record(stream)
-            decoder.live.upload(
-                stream,
-                tokens,
-                start=cache.length,
-                capacity=cache.capacity,
-                k=cache.k,
-                v=cache.v,
-                wanted=wanted,
-            )
+            self._upload(tokens, cache, wanted)
             program.run(stream)
             head.run(stream)
             decoder.live.download_overflow(stream)
             self._ended.record(stream)
             stream.synchronize()
+            self.host_span = enqueued, time.perf_counter()
             self.gpu_seconds = self._ended.milliseconds_since(self._started) / 1e3
+
+    def _upload(self, tokens: NDArray[np.int32], cache: Cache, wanted: NDArray[np.int32]) -> None:
+        self._decoder.live.upload(
+            self._stream,
+            tokens,
+            start=cache.length,
+            capacity=cache.capacity,
+            k=cache.k,
+            v=cache.v,
+            wanted=wanted,
+        )
 
     def _settle(self) -> None:
         """Waits for what a failed pass did start: it reads the live block."""
@@ -310,13 +348,12 @@ def _abandon(resources: ExitStack) -> None:
         resources.close()
 
 
-def _check_sizes(file: GGUFFile, c: ModelConfig, library: Library) -> None:
+def _check_sizes(file: GGUFFile, c: ModelConfig, library: Library, attention: str) -> None:
     """Refuses, by name, what the kernels do not cover."""
-    if c.head_dim not in supported_head_dims(library):
-        raise UnsupportedModelError(
-            f"{file.path}: head dimension {c.head_dim}; the kernels cover "
-            f"{', '.join(map(str, supported_head_dims(library)))}"
-        )
+    try:
+        choose(library, c.head_dim, 1, c.heads, attention)
+    except UnsupportedModelError as error:
+        raise UnsupportedModelError(f"{file.path}: {error}") from None
     sizes = {"embedding_length": c.hidden, "feed_forward_length": c.ffn}
     for name, size in sizes.items():
         if size % 8:

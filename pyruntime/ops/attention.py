@@ -10,11 +10,17 @@ from pyruntime.errors import UnsupportedModelError
 # A wide row tile reads K and V less often, a narrow one gives more blocks: wide only where the
 # blocks still go this many times round the device, so that short causal tiles can fill the gaps.
 _BLOCKS_PER_SM = 3
+_FASTEST = "fast"  # the variant that "auto" stands for
 
 
-def supported_head_dims(library: Library) -> list[int]:
-    """Head dims that a kernel on this device exists for, ascending."""
-    return sorted({int(k.spec.tile["hd"]) for k in library.family("attention")})
+def variants(library: Library) -> dict[str, list[int]]:
+    """The attention variants that run on this device, and their head dims in ascending order."""
+    found: dict[str, list[int]] = {}
+    for tile in sorted((k.spec.tile for k in library.family("attention")), key=lambda t: t["hd"]):
+        dims = found.setdefault(str(tile["variant"]), [])
+        if tile["hd"] not in dims:
+            dims.append(int(tile["hd"]))
+    return dict(sorted(found.items()))
 
 
 def attention(
@@ -31,14 +37,14 @@ def attention(
     heads: int,
     kv_heads: int,
     scale: float,
+    variant: str = "auto",
     kernel: Kernel | None = None,
 ) -> None:
     """Records out = softmax(scale q K^T) V per head, a row at position p seeing keys 0..p.
 
     K and V are those of `layer` in the cache that each sequence names; the rows' own keys and
     values are there already. Query heads share a K/V head in groups of heads / kv_heads. The result
-    of a row is the same bit for bit whichever row of the kernel table runs and wherever a prompt
-    was cut.
+    of a row is the same bit for bit whichever row of a variant runs and wherever a prompt was cut.
 
     Args:
         q: float16 [rows, heads * head_dim].
@@ -47,11 +53,12 @@ def attention(
         max_rows: the most rows that any one sequence will have when this runs.
         max_sequences: the most sequences that `live` will hold.
         scale: positive; 1 / sqrt(head_dim) in most models.
+        variant: see `choose`.
         kernel: a row of the table, instead of the one that `choose` picks.
 
     Raises:
         UnsupportedModelError: no kernel for this head dim.
-        ValueError: shapes, dtypes or numbers that do not belong together.
+        ValueError: shapes, dtypes or numbers that do not belong together; an unknown variant.
     """
     if q.dtype != "float16" or out.dtype != "float16" or q.shape != out.shape:
         raise ValueError(f"attention: q {q.dtype} {q.shape}, out {out.dtype} {out.shape}")
@@ -60,7 +67,7 @@ def attention(
     if not scale > 0:
         raise ValueError(f"attention: scale {scale} is not positive")
     if kernel is None:
-        kernel = choose(library, q.shape[1] // heads, max_rows, heads * max_sequences)
+        kernel = choose(library, q.shape[1] // heads, max_rows, heads * max_sequences, variant)
     program.add(
         kernel,
         grid=(heads, max_sequences, _tiles(kernel, max_rows)),
@@ -79,22 +86,37 @@ def _tiles(kernel: Kernel, rows: int) -> int:
     return -(-rows // int(kernel.spec.tile["tq"]))
 
 
-def choose(library: Library, head_dim: int, max_rows: int, columns: int) -> Kernel:
-    """The widest row tile that keeps the device busy, else the narrowest.
+def choose(
+    library: Library, head_dim: int, max_rows: int, columns: int, variant: str = "auto"
+) -> Kernel:
+    """The variant's widest row tile that keeps the device busy, else its narrowest.
 
     Args:
         columns: heads times sequences.
+        variant: "auto" (the fastest) or a key of `variants`; "-" is as good as "_" in it.
 
     Raises:
-        UnsupportedModelError: no kernel for this head dim.
+        ValueError: no such variant. UnsupportedModelError: it has no kernel for this head dim. The
+            text lists all that there are, and those that this device has no room for.
     """
-    fitting = [k for k in library.family("attention") if k.spec.tile["hd"] == head_dim]
+    name = _FASTEST if variant == "auto" else variant.replace("-", "_")
+    tiles = [(k, k.spec.tile) for k in library.family("attention")]
+    fitting = [k for k, tile in tiles if (tile["variant"], tile["hd"]) == (name, head_dim)]
     if not fitting:
-        raise UnsupportedModelError(
-            f"attention: head dim {head_dim} is not supported; "
-            f"supported are {', '.join(map(str, supported_head_dims(library)))}"
-        )
+        raise _missing(library, head_dim, variant, name)
     fitting.sort(key=lambda k: int(k.spec.tile["tq"]))
     wanted = _BLOCKS_PER_SM * library.device.sm_count
     busy = [k for k in fitting[1:] if _tiles(k, max_rows) * columns >= wanted]
     return (fitting[:1] + busy)[-1]
+
+
+def _missing(library: Library, head_dim: int, variant: str, name: str) -> Exception:
+    known = variants(library)
+    there = ["auto", *(f"{n} (head dims {', '.join(map(str, d))})" for n, d in known.items())]
+    refused = [text for kernel, text in library.refused.items() if kernel.startswith("attention_")]
+    listed = "; ".join([f"there are {', '.join(there)}", *refused])
+    if name in known:
+        return UnsupportedModelError(
+            f"attention {variant!r} is not supported at head dim {head_dim}; {listed}"
+        )
+    return ValueError(f"attention {variant!r} is not known; {listed}")

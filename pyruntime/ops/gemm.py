@@ -2,67 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-from pyruntime.cubin.spec import KernelSpec
 from pyruntime.driver.device import Device
 from pyruntime.driver.library import Kernel, Library
 from pyruntime.driver.memory import DeviceArray
 from pyruntime.driver.program import Program
-from pyruntime.errors import CubinError
-
-# What a multiprocessor does in a cycle. Only their ratios decide between rows of the table.
-MACS = 1200.0  # fp16 multiply-adds through mma.sync with enough warps at work
-L2_BYTES = 40.0  # what L2 delivers to one multiprocessor
-LATENCY = 1200.0  # cycles until a copy from device memory arrives
-START = 3000.0  # cycles of a tile outside its main loop: first copies, stores
-IDLE_WARPS = 2.0  # w warps keep the tensor cores busy w / (w + this) of the time
+from pyruntime.driver.tensormap import TensorMap, tensor_map
+from pyruntime.ops.gemm_choice import at_once, choose, units
 
 ALIGNMENT = 16  # bytes; of rows that are read or written 16 bytes at a time
 OUTPUTS = {"f32": "float32", "add": "float32", "swiglu": "float16"}
-
-
-def choose(kernels: Sequence[Kernel], m: int, n: int, k: int, device: Device) -> Kernel:
-    """The row of the table that should be fastest for C [m, n] = A [m, k] · W [n, k]ᵀ.
-
-    A cost model, no timing, so the choice is the same in every process. Every row computes the
-    same bits. The time that W takes to come from device memory is the same for all rows and left
-    out.
-
-    Raises:
-        CubinError: no row fits the device.
-    """
-    costs = {
-        kernel: _cycles(kernel.spec, m, n, k, device.sm_count, blocks)
-        for kernel in kernels
-        if (blocks := _resident(kernel.spec, device))
-    }
-    if not costs:
-        raise CubinError(f"no gemm row fits {device.smem_per_sm:,} B of shared memory")
-    return min(costs, key=lambda kernel: (costs[kernel], kernel.name))
-
-
-def _resident(spec: KernelSpec, device: Device) -> int:
-    """Blocks that share a multiprocessor."""
-    return min(spec.min_blocks, device.smem_per_sm // (spec.smem_bytes + device.smem_reserved))
-
-
-def _cycles(spec: KernelSpec, m: int, n: int, k: int, sm_count: int, resident: int) -> float:
-    """Cycles of the multiprocessor that has the most to do."""
-    bm, bn, bk, stages = (int(spec.tile[name]) for name in ("bm", "bn", "bk", "stages"))
-    tiles = -(-_tiles(spec, m, n) // sm_count)
-    together = min(tiles, resident)
-    warps = together * spec.threads // 32
-    column_bytes = 2 * (min(bm, m) + bn)  # copied per column of k; rows past m are not
-    on_their_way = together * (stages - 1) * bk * column_bytes
-    copying = column_bytes / min(L2_BYTES, on_their_way / LATENCY)
-    computing = bm * bn / MACS * (warps + IDLE_WARPS) / warps
-    # A second resident block computes while the first starts and stores.
-    return tiles * k * max(copying, computing) + START * (tiles if resident == 1 else 1)
-
-
-def _tiles(spec: KernelSpec, m: int, n: int) -> int:
-    return -(-m // int(spec.tile["bm"])) * -(-n // int(spec.tile["bn"]))
 
 
 def gemm(
@@ -98,6 +46,7 @@ def gemm(
 
     Raises:
         ValueError: arrays whose types, shapes or alignment do not fit.
+        CudaError: the driver refuses a tensor map.
     """
     _check(a, w, c, max_rows, epilogue)
     if epilogue == "swiglu" and not overflow:
@@ -108,10 +57,9 @@ def gemm(
         kernel = choose(found, max_rows, n, k, device)
     program.add(
         kernel,
-        grid=_tiles(kernel.spec, max_rows, n),
+        grid=_grid(kernel, max_rows, n, device),
+        **_operands(kernel, a, w),
         rows=rows,
-        a=a,
-        w=w,
         c=c,
         overflow=overflow,
         n=n,
@@ -119,6 +67,23 @@ def gemm(
         site=site,
         scale=scale,
     )
+
+
+def _grid(kernel: Kernel, max_rows: int, n: int, device: Device) -> int:
+    """Blocks; a wgmma row that does not split k is persistent and needs what fits at a time."""
+    count, tile = units(kernel.spec, max_rows, n), kernel.spec.tile
+    if tile["engine"] == "wgmma" and tile["split"] == 1:
+        count = min(count, at_once(kernel, device))
+    return count * kernel.spec.cluster
+
+
+def _operands(kernel: Kernel, a: DeviceArray, w: DeviceArray) -> dict[str, DeviceArray | TensorMap]:
+    """The two matrices as the row's engine reads them."""
+    tile = kernel.spec.tile
+    if tile["engine"] == "mma":
+        return {"a": a, "w": w}
+    bm, bn, bk, share = (int(tile[name]) for name in ("bm", "bn", "bk", "share"))
+    return {"a": tensor_map(a, bm, bk), "w": tensor_map(w, bn // share, bk)}
 
 
 def _check(a: DeviceArray, w: DeviceArray, c: DeviceArray, max_rows: int, epilogue: str) -> None:

@@ -101,6 +101,10 @@ class ReferenceModel:
         require_memory(2 * 4 * math.prod(shape), f"a float32 K/V cache for {tokens} tokens")
         return Cache(np.zeros(shape, np.float32), np.zeros(shape, np.float32), self)
 
+    def launches(self) -> dict[str, int]:
+        """None: there are no kernels."""
+        return {}
+
     def forward(
         self, ids: ArrayLike, cache: Cache, *, logits: Literal["last", "all"] = "last"
     ) -> Array:

@@ -76,6 +76,13 @@ def test_equals_the_driver_on_500_points(gpu: Any, rng: np.random.Generator) -> 
     assert not wrong, f"{len(wrong)} of {KERNELS * POINTS_EACH}: {wrong[:5]}"
 
 
+def test_blocks_of_our_own_kernels(gpu: Any) -> None:
+    limits = live(gpu.device.ordinal)
+    for kernel in gpu.library.family("attention"):
+        demand = Demand(kernel.spec.threads, kernel.registers, kernel.spec.smem_bytes)
+        assert gpu.library.blocks_per_sm(kernel) == occupancy(demand, limits).blocks, kernel.name
+
+
 def test_the_table_says_what_the_driver_says(gpu: Any) -> None:
     found = live(gpu.device.ordinal)
     try:

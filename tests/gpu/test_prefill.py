@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 import pytest
@@ -23,8 +25,8 @@ FACTOR, FLOOR = 2.0, 5e-3
 
 
 @contextmanager
-def engine_for(stem: str) -> Iterator[Engine]:
-    with Engine.load(model_path(stem), device="cuda:0", max_tokens=2048) as engine:
+def engine_for(stem: str, **options: Any) -> Iterator[Engine]:
+    with Engine.load(model_path(stem), device="cuda:0", max_tokens=2048, **options) as engine:
         yield engine
 
 
@@ -60,24 +62,56 @@ def check_greedy(engine: Engine, prompt: Prompt, tolerance: float) -> None:
         assert tokens[step] == token, (prompt.name, step)
 
 
+def check_errors(engine: Engine, reference: ReferenceModel, stem: str) -> None:
+    """Pooled errors within those of the reference's fp16 mode, best token and greedy text equal."""
+    ours, theirs = [], []
+    for prompt in prompts(stem):
+        logits = np.asarray(engine.prefill(prompt.ids, logits="all").logits)
+        ours.append(all_errors(logits, prompt))
+        cache = reference.new_cache(len(prompt.ids))
+        theirs.append(all_errors(reference.forward(prompt.ids, cache, logits="all"), prompt))
+        if prompt.top10_logits[-1, 0] - prompt.top10_logits[-1, 1] > 2 * FLOOR:
+            assert logits[-1].argmax() == prompt.top10_ids[-1, 0], prompt.name
+    mine, bound = np.concatenate(ours), np.concatenate(theirs)
+    largest = max(FACTOR * np.abs(bound).max(), FLOOR)
+    assert np.abs(mine).max() <= largest
+    assert np.sqrt((mine**2).mean()) <= max(FACTOR * np.sqrt((bound**2).mean()), FLOOR)
+    for prompt in prompts(stem):
+        check_greedy(engine, prompt, largest)
+
+
 @pytest.mark.parametrize("stem", [*TINY, SMOLLM2])
 def test_errors_are_those_of_fp16(stem: str) -> None:
-    reference = reference_for(stem)
-    ours, theirs = [], []
     with engine_for(stem) as engine:
-        for prompt in prompts(stem):
-            logits = np.asarray(engine.prefill(prompt.ids, logits="all").logits)
-            ours.append(all_errors(logits, prompt))
-            cache = reference.new_cache(len(prompt.ids))
-            theirs.append(all_errors(reference.forward(prompt.ids, cache, logits="all"), prompt))
-            if prompt.top10_logits[-1, 0] - prompt.top10_logits[-1, 1] > 2 * FLOOR:
-                assert logits[-1].argmax() == prompt.top10_ids[-1, 0], prompt.name
-        mine, bound = np.concatenate(ours), np.concatenate(theirs)
-        largest = max(FACTOR * np.abs(bound).max(), FLOOR)
-        assert np.abs(mine).max() <= largest
-        assert np.sqrt((mine**2).mean()) <= max(FACTOR * np.sqrt((bound**2).mean()), FLOOR)
-        for prompt in prompts(stem):
-            check_greedy(engine, prompt, largest)
+        check_errors(engine, reference_for(stem), stem)
+
+
+@pytest.mark.parametrize("variant", ["fast", "r46-base", "r46", "r48", "r50", "r57"])
+@pytest.mark.parametrize("stem", ["tiny-llama-q8_0", "tiny-qwen3-q6_k"])
+def test_every_attention_variant(stem: str, variant: str) -> None:
+    """Within the same bounds at head dims 64 and 128, and nothing else ran in its place."""
+    with engine_for(stem, attention=variant) as engine:
+        check_errors(engine, reference_for(stem), stem)
+        ran = {name for name in engine.launches() if name.startswith("attention_")}
+        hd = engine.config.head_dim
+        prefix = "attention_" + ("" if variant == "fast" else variant.replace("-", "_") + "_")
+        assert ran and all(name.startswith(f"{prefix}hd{hd}_") for name in ran)
+        assert engine.prefill([1]).path.endswith(f", attention {variant}")
+
+
+def test_launches_are_those_of_the_graph() -> None:
+    with engine_for("tiny-llama-q8_0") as engine:
+        before = Counter(engine.launches())
+        engine.prefill([1, 2, 3])
+        added = Counter(engine.launches()) - before
+    by_family: Counter[str] = Counter()
+    for name, count in added.items():
+        by_family[name.split("_", 1)[0]] += count
+    layers = engine.config.layers
+    assert by_family == {
+        "rows": 2, "norm": 2 * layers + 1, "gemm": 4 * layers + 1, "rope": layers,
+        "attention": layers,
+    }  # fmt: skip
 
 
 def test_smollm2_is_within_its_gates() -> None:

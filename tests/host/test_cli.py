@@ -62,6 +62,7 @@ def test_prefill_prints_json_and_saves_logits(tmp_path: Path) -> None:
         (("prefill", MODEL, "--ids", "1,x", "--device", "cpu"), 2, "not integers"),
         (("prefill", MODEL, "--ids", "300", "--device", "cpu"), 2, "token id 300"),
         (("prefill", MODEL, "hello", "--device", "cpu"), 2, "no_vocab"),
+        (("generate", MODEL, "--ids", "1", "--device", "cpu", "--attention", "r48"), 2, "'r48'"),
         (("prefill", "/no/such.gguf", "hello"), 2, "/no/such.gguf"),
         (("prefill", __file__, "hello"), 2, "not a GGUF file"),
         (("info", __file__), 2, "not a GGUF file"),

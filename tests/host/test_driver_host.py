@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import struct
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -11,6 +14,8 @@ from pyruntime.cubin.spec import KernelSpec, Param
 from pyruntime.driver import api
 from pyruntime.driver.library import Kernel
 from pyruntime.driver.program import Program
+from pyruntime.driver.stream import Stream
+from pyruntime.errors import CudaError
 
 SPEC = KernelSpec(
     name="demo_x",
@@ -23,6 +28,10 @@ SPEC = KernelSpec(
     planes=(),
 )
 KERNEL = Kernel(SPEC, object(), 32)
+
+
+class Status(int):
+    name = "CUDA_ERROR_INVALID_VALUE"
 
 
 class Pointer:
@@ -64,11 +73,74 @@ def test_a_grid_out_of_range_is_refused(grid: int | tuple[int, ...]) -> None:
         Program().add(KERNEL, grid=grid, map=b"", p=0, n=1, s=1.0)  # type: ignore[arg-type]
 
 
-def test_a_failure_names_call_code_and_what() -> None:
-    class Status(int):
-        name = "CUDA_ERROR_INVALID_VALUE"
+def test_a_program_counts_the_launches_of_each_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    answers = [0]
 
+    def launch(*_: object) -> tuple[Status]:
+        return (Status(answers[0]),)
+
+    driver = SimpleNamespace(cuLaunchKernel=launch, cuLaunchKernelEx=launch)
+    monkeypatch.setattr(api, "bindings", lambda: driver)
+    kernels = [Kernel(SPEC, object(), 32) for _ in range(2)]
+    program = Program()
+    for kernel in (kernels[0], kernels[1], kernels[0]):
+        program.add(kernel, grid=1, map=b"", p=0, n=1, s=1.0)
+    for _ in range(3):
+        program.run(SimpleNamespace(handle=0))  # type: ignore[arg-type]
+    answers[0] = 1
+    with pytest.raises(CudaError, match="demo_x"):
+        program.run(SimpleNamespace(handle=0))  # type: ignore[arg-type]
+    assert [kernel.launches for kernel in kernels] == [6, 3]
+
+
+def test_a_failure_names_call_code_and_what() -> None:
     error = api.failure("cuLaunchKernel", Status(1), "kernel x, grid (1, 1, 1)")
     assert str(error) == (
         "cuLaunchKernel failed: CUDA_ERROR_INVALID_VALUE (1); kernel x, grid (1, 1, 1)"
     )
+
+
+def test_a_kernel_with_clusters_is_launched_with_its_attribute(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from cuda.bindings import driver
+
+    calls: list[Any] = []
+
+    class Driver:
+        """The bindings' types; launches are written down."""
+
+        def __getattr__(self, name: str) -> Any:
+            if name.startswith("cuLaunchKernel"):
+                return lambda *args: (calls.append((name, args)), (0,))[1]
+            return getattr(driver, name)
+
+    monkeypatch.setattr(api, "bindings", Driver)
+    params: dict[str, Any] = {"map": b"", "p": 0, "n": 1, "s": 1.0}
+    clustered = Kernel(dataclasses.replace(SPEC, tile={"cluster": 3}), "function", 32)
+    program = Program()
+    program.add(KERNEL, grid=4, **params)
+    program.add(clustered, grid=6, **params)
+    with pytest.raises(ValueError, match=r"demo_x: grid \(4, 1, 1\) in clusters of 3"):
+        program.add(clustered, grid=4, **params)
+    for handle in (7, 9):
+        program.run(Stream(None, handle))  # type: ignore[arg-type]
+    assert [name for name, _ in calls] == ["cuLaunchKernel", "cuLaunchKernelEx"] * 2
+    config, function, arguments, _ = calls[-1][1]
+    assert (function, arguments) == ("function", program.launches[1].arguments)
+    assert (config.gridDimX, config.blockDimX, config.sharedMemBytes) == (6, 128, 1024)
+    assert int(config.hStream) == 9
+    (attribute,) = config.attrs
+    assert attribute.id == driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+    size = attribute.value.clusterDim
+    assert (size.x, size.y, size.z) == (3, 1, 1)
+
+
+def test_a_launch_has_the_role_of_its_block_or_its_family() -> None:
+    program = Program()
+    params: dict[str, Any] = {"map": b"", "p": 0, "n": 1, "s": 1.0}
+    program.add(KERNEL, grid=1, **params)
+    with program.role("qkv"):
+        program.add(KERNEL, grid=1, **params)
+    program.add(KERNEL, grid=1, **params)
+    assert [launch.role for launch in program.launches] == ["demo", "qkv", "demo"]

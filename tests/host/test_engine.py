@@ -81,6 +81,11 @@ def test_options_that_do_not_exist_are_refused(option: dict[str, object]) -> Non
         Engine.load(PATH, **{"device": "cpu", **option})
 
 
+def test_numpy_launches_nothing(engine: Engine) -> None:
+    engine.prefill([1])
+    assert engine.launches() == {}
+
+
 def test_a_device_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     with pytest.raises(DriverNotFoundError):

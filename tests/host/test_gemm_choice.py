@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,10 +11,12 @@ import pytest
 
 from pyruntime.cubin.installed import manifest, root
 from pyruntime.cubin.spec import read_specs
+from pyruntime.driver import api, tensormap
 from pyruntime.driver.library import Kernel
 from pyruntime.driver.program import Program
 from pyruntime.errors import CubinError
-from pyruntime.ops.gemm import choose, gemm
+from pyruntime.ops.gemm import gemm
+from pyruntime.ops.gemm_choice import choose
 
 # Multiprocessors, their shared memory and the reserve per block (CUDA C++ programming guide,
 # technical specifications per compute capability).
@@ -32,6 +35,23 @@ def kernels() -> list[Kernel]:
     folder = root() / f"sm_{manifest()['architectures'][0]}"
     specs = read_specs((folder / "gemm.cubin").read_bytes(), "gemm.cubin").values()
     return [Kernel(spec, None, 0) for spec in specs if spec.tile["epilogue"] == "f32"]
+
+
+# Clusters of so many blocks that an H200 holds at a time (cuOccupancyMaxActiveClusters).
+CLUSTERS = {1: None, 2: 66, 3: 39, 4: 30}
+
+
+@pytest.fixture(scope="module")
+def hopper() -> list[Kernel]:
+    """Both engines, every epilogue."""
+    if "90a" not in manifest()["architectures"]:
+        pytest.skip("this build has no cubins for sm_90a")
+    specs = [
+        spec
+        for name in ("gemm", "gemm_wgmma")
+        for spec in read_specs((root() / f"sm_90a/{name}.cubin").read_bytes(), name).values()
+    ]
+    return [Kernel(spec, None, 0, CLUSTERS[spec.cluster]) for spec in specs]
 
 
 @pytest.mark.parametrize("name", DEVICES)
@@ -77,8 +97,37 @@ def test_choices(kernels: list[Kernel], device: str, m: int, n: int, k: int, exp
     assert choose(kernels, m, n, k, DEVICES[device]).name == expected
 
 
+@pytest.mark.parametrize(
+    ("epilogue", "m", "n", "k", "expected"),
+    [
+        ("f32", 1, 4608, 3584, "gemm_f32_m16_n32_k128_s6"),
+        ("add", 16, 3584, 3584, "gemm_add_m16_n32_k128_s6"),
+        ("f32", 128, 4608, 3584, "gemm_wgmma_f32_n80_s8_c1_k2"),
+        ("f32", 512, 4608, 3584, "gemm_wgmma_f32_n144_s6_c1_k1"),
+        ("f32", 2048, 4608, 3584, "gemm_wgmma_f32_n192_s5_c1_k1"),
+        ("f32", 2048, 152064, 3584, "gemm_wgmma_f32_n256_s4_c1_k1"),
+        ("add", 128, 3584, 3584, "gemm_wgmma_add_n64_s9_c1_k2"),
+        ("add", 512, 3584, 3584, "gemm_wgmma_add_n112_s7_c1_k1"),
+        ("add", 2048, 3584, 3584, "gemm_wgmma_add_n224_s5_c1_k1"),
+        ("add", 128, 3584, 18944, "gemm_wgmma_add_n128_s7_c1_k4"),
+        ("add", 512, 3584, 18944, "gemm_wgmma_add_n224_s5_c1_k2"),
+        ("add", 2048, 3584, 18944, "gemm_wgmma_add_n224_s5_c1_k1"),
+        ("swiglu", 128, 37888, 3584, "gemm_wgmma_swiglu_n144_s6_c1_k1"),
+        ("swiglu", 512, 37888, 3584, "gemm_wgmma_swiglu_n192_s5_c1_k1"),
+        ("swiglu", 2048, 37888, 3584, "gemm_wgmma_swiglu_n256_s4_c1_k1"),
+        ("swiglu", 512, 9728, 896, "gemm_wgmma_swiglu_n160_s6_c1_k1"),
+    ],
+)
+def test_choices_among_engines(
+    hopper: list[Kernel], epilogue: str, m: int, n: int, k: int, expected: str
+) -> None:
+    rows = [x for x in hopper if x.spec.tile["epilogue"] == epilogue]
+    assert choose(rows, m, n, k, DEVICES["H200"]).name == expected
+
+
 def array(*shape: int, dtype: str = "float16", ptr: int = 256) -> Any:
-    return SimpleNamespace(shape=shape, dtype=np.dtype(dtype), ptr=ptr)
+    device = SimpleNamespace(current=nullcontext)
+    return SimpleNamespace(shape=shape, dtype=np.dtype(dtype), ptr=ptr, device=device)
 
 
 GOOD = {
@@ -126,3 +175,49 @@ def test_grid_comes_from_the_tile(kernels: list[Kernel], n: int, ptr: int) -> No
         )  # fmt: skip
         bm, bn = int(kernel.spec.tile["bm"]), int(kernel.spec.tile["bn"])
         assert program.launches[0].grid == (-(-290 // bm) * -(-n // bn), 1, 1)
+
+
+class Driver:
+    """The bindings' types without a driver; remembers the tensor maps that it is asked for."""
+
+    def __init__(self) -> None:
+        self.maps: list[Any] = []
+
+    def __getattr__(self, name: str) -> Any:
+        from cuda.bindings import driver
+
+        return getattr(driver, name)
+
+    def cuTensorMapEncodeTiled(self, *args: Any) -> tuple[int, Any]:  # noqa: N802
+        self.maps.append(args)
+        return 0, self.CUtensorMap()
+
+
+@pytest.mark.parametrize("rows", [1, 128, 129, 5000])
+def test_wgmma_grids_and_boxes(
+    hopper: list[Kernel], monkeypatch: pytest.MonkeyPatch, rows: int
+) -> None:
+    library: Any = SimpleNamespace(device=DEVICES["H200"])
+    driver = Driver()
+    monkeypatch.setattr(api, "bindings", lambda: driver)
+    n, k = 1008, 72
+    wgmma = [x for x in hopper if x.spec.tile["engine"] == "wgmma"]
+    for kernel in wgmma:
+        epilogue = str(kernel.spec.tile["epilogue"])
+        c = array(rows, n // 2) if epilogue == "swiglu" else array(rows, n, dtype="float32")
+        program = Program()
+        driver.maps.clear()
+        tensormap._encode.cache_clear()
+        gemm(
+            program, library, a=array(rows + 3, k), w=array(n, k), c=c,
+            rows=256, max_rows=rows, epilogue=epilogue, overflow=256, kernel=kernel,
+        )  # fmt: skip
+        (launch,), tile = program.launches, kernel.spec.tile
+        bm, bn, share, split = (int(tile[x]) for x in ("bm", "bn", "share", "split"))
+        clusters = -(-rows // (bm * share)) * -(-n // bn)
+        if split == 1:  # persistent
+            clusters = min(clusters, kernel.clusters or 132)
+        assert launch.grid == (clusters * share * split, 1, 1)
+        assert (launch.clustered is not None) == (share * split > 1)
+        sizes = [([int(x) for x in m[3]], [int(x) for x in m[5]]) for m in driver.maps]
+        assert sizes == [([k, rows + 3], [64, 128]), ([k, n], [64, bn // share])]

@@ -1,0 +1,446 @@
+// The same GEMM through Hopper's own instructions: acc = A * W^T, fp16 in, f32 accumulation, any n,
+// k a multiple of 8, live rows m read from device memory. Epilogues: gemm_base.cuh.
+//
+// Block: three warpgroups. One thread of the first keeps a ring of Stages slots full with TMA
+// copies; the other two hold rows 0-63 and 64-127 of a BM x BN tile in registers and multiply from
+// shared memory with wgmma, a slot (BK columns of k) at a time. Each slot has two barriers: `full`
+// counts the bytes of its two boxes, `empty` the warps that have finished with it.
+//
+// Grid: clusters of Share * Split blocks along x. A cluster's unit of work is one tile, or with
+// Share = 2 two tiles one above the other, for which each block loads half of the slot of W into
+// both blocks. Without Split the grid is persistent: a cluster takes every (clusters in the
+// grid)-th unit. With Split each block of a cluster sums a part of k of one tile, and the grid has
+// a cluster for each unit that there can be. Clusters past the live units return.
+//
+// Split: each warp's 16 rows have an owner among the blocks. The others write their sums into the
+// owner's shared memory, which no copy uses any more (plane `partial`), and the owner adds them in
+// the order of the ranks: the same bits every run.
+//
+// f32 and add write from the accumulators after a tile, while the copies for the next one are on
+// their way. swiglu halves the columns and rounds to fp16: its results wait in BN / 8 registers and
+// are written while the tensor cores are at the next tile.
+//
+// Planes: a and w in the layout of the 128-byte swizzle, to which copies and descriptors agree.
+// Outside of the matrices TMA reads zeros. Rows of A past m that its buffer has are multiplied too;
+// they reach rows of acc past m only, which are not stored.
+//
+// Bytes: (BM + BN / Share) * k * 2 per tile from L2, for 2 * BM * BN * k flops. wgmma takes about
+// BN * 4.4 cycles per slot, L2 delivers 40 to 53 bytes a cycle: from BN = 160 on wgmma is the
+// limit.
+//
+// Rows without Split give the same bits, and a row of C depends on nothing but its row of A.
+#pragma once
+
+#include "../../core/spec.cuh"
+#include "../../core/tma.cuh"
+#include "../../core/wgmma.cuh"
+#include "../gemm_base.cuh"
+
+#define GEMM_WGMMA_PARAMS(P)                                                           \
+  P(spec::TensorMap, a)   /* [at least rows][k], boxes of BM x BK, 128-byte swizzle */ \
+  P(spec::TensorMap, w)   /* [n][k], boxes of BN / Share x BK, the same */             \
+  P(const int32_t*, rows) /* device count of live rows */                              \
+  P(Out*, c)              /* [rows][n], float; swiglu: [rows][n / 2], half */          \
+  P(int32_t*, overflow)   /* swiglu: lowest site out of fp16 range */                  \
+  P(int32_t, n)                                                                        \
+  P(int32_t, k)                                                                        \
+  P(int32_t, site)                                                                     \
+  P(float, scale)
+
+#define GEMM_WGMMA_PLANES(P, A)        \
+  P(1024, __half, a, [Stages][BM][BK]) \
+  P(1024, __half, w, [Stages][BN][BK]) \
+  P(8, uint64_t, full, [Stages])       \
+  P(8, uint64_t, empty, [Stages])      \
+  P(8, uint64_t, drained)              \
+  P(8, uint64_t, summed)               \
+  A(w, float4, partial, [kOwned][kPeers][kFragments][32])
+
+template <Epilogue E, int BN, int Stages, int Share, int Split>
+struct GemmWgmma {
+  static constexpr int BM = 128, BK = 64;
+  static constexpr int kThreads = 384, kMinBlocks = 1;
+  static constexpr int kWarpgroup = 128, kWarps = 8;  // threads of a warpgroup; consuming warps
+  static constexpr int kCluster = Share * Split;
+  static constexpr int kUnitRows = BM * Share;
+  static constexpr int kSlotBytes = (BM + BN) * BK * sizeof(__half);
+  static constexpr int kFragments = BN / 8;  // of 8 columns; 4 accumulators of a lane in each
+  // Split: the warps that a block finishes, at most, and the blocks that send it their sums.
+  static constexpr int kOwned = Split > 1 ? (kWarps + Split - 1) / Split : 1;
+  static constexpr int kPeers = Split > 1 ? Split - 1 : 1;
+  static constexpr bool kGated = E == Epilogue::swiglu;
+  using Out = OutputOf<E>;
+
+  static_assert(Share == 1 || (Share == 2 && Split == 1));
+  static_assert(BN % 16 == 0 && BN <= 256);
+
+  static constexpr spec::Tile tile() {
+    return spec::Tile{}
+        .with("epilogue", name_of(E))
+        .with("engine", "wgmma")
+        .with("bm", BM)
+        .with("bn", BN)
+        .with("bk", BK)
+        .with("stages", Stages)
+        .with("share", Share)
+        .with("split", Split)
+        .with("cluster", kCluster);
+  }
+  SPEC_PARAMS(GEMM_WGMMA_PARAMS)
+  SPEC_SMEM(GEMM_WGMMA_PLANES)
+  static_assert(sizeof(typename Smem::partial_plane) <= sizeof(Smem::w));
+
+  // What a block has to do; everything here is the same for all of its threads.
+  struct Work {
+    int m, steps;  // live rows; slots of k per tile
+    int down, across, first, stride;
+    int rank;
+
+    __device__ __forceinline__ Work(const Params& p, int live)
+        : m(live),
+          steps(((p.k + BK - 1) / BK + Split - 1) / Split),
+          down((live + kUnitRows - 1) / kUnitRows),
+          across((p.n + BN - 1) / BN),
+          first(blockIdx.x / kCluster),
+          stride(gridDim.x / kCluster),
+          rank(blockIdx.x % kCluster) {}
+
+    __device__ __forceinline__ int units() const { return down * across; }
+    // This block's tile of a unit.
+    __device__ __forceinline__ TilePlace tile(int unit) const {
+      TilePlace place = place_of<kUnitRows, BN>(unit, down, across);
+      if constexpr (Share > 1) place.row += rank * BM;
+      return place;
+    }
+    // Its part of k. Steps past the end of k multiply zeros.
+    __device__ __forceinline__ int first_step() const { return Split > 1 ? rank * steps : 0; }
+  };
+
+  struct Ring {
+    int slot = 0, phase = 0;
+    __device__ __forceinline__ void advance() {
+      if (++slot == Stages) {
+        slot = 0;
+        phase ^= 1;
+      }
+    }
+    __device__ __forceinline__ int previous() const { return slot == 0 ? Stages - 1 : slot - 1; }
+  };
+
+  static __device__ __forceinline__ void load_w(const Params& p, Smem& s, int slot, int column,
+                                                int k, int rank) {
+    const uint32_t to = ptx::shared_address(s.w[slot]), full = ptx::shared_address(&s.full[slot]);
+    if constexpr (Share == 1) {
+      ptx::tensor_load(to, &p.w, full, k, column);
+    } else {
+      const int part = rank * (BN / Share);
+      ptx::tensor_load_multicast(to + part * BK * sizeof(__half), &p.w, full, k, column + part,
+                                 (1 << Share) - 1);
+    }
+  }
+
+  static __device__ __forceinline__ void produce(const Params& p, Smem& s, const Work& work) {
+    Ring ring;
+    for (int unit = work.first; unit < work.units(); unit += work.stride) {
+      const TilePlace place = work.tile(unit);
+      for (int step = 0; step < work.steps; ++step, ring.advance()) {
+        const int k = (work.first_step() + step) * BK;
+        const uint32_t full = ptx::shared_address(&s.full[ring.slot]);
+        // The first time round, the phase before the first counts as over.
+        ptx::barrier_wait(ptx::shared_address(&s.empty[ring.slot]), ring.phase ^ 1);
+        ptx::barrier_expect(full, kSlotBytes);
+        ptx::tensor_load(ptx::shared_address(s.a[ring.slot]), &p.a, full, k, place.row);
+        load_w(p, s, ring.slot, place.column, k, work.rank);
+      }
+    }
+  }
+
+  // A slot goes back to every block whose copies fill it.
+  static __device__ __forceinline__ void release(Smem& s, int slot) {
+    const int lane = threadIdx.x % 32;
+    const uint32_t empty = ptx::shared_address(&s.empty[slot]);
+    if constexpr (Share == 1) {
+      if (lane == 0) ptx::barrier_arrive(empty);
+    } else {
+      if (lane < Share) ptx::barrier_arrive_remote(ptx::map_to_rank(empty, lane));
+    }
+  }
+
+  using Accumulators = float[BN / 2];
+
+  // Starts the product of the ring's slot; returns when the one before it is over, and releases
+  // that one's slot.
+  static __device__ __forceinline__ void multiply(Smem& s, Ring& ring, Accumulators& d,
+                                                  int warpgroup, bool first) {
+    ptx::barrier_wait(ptx::shared_address(&s.full[ring.slot]), ring.phase);
+    const uint64_t a = ptx::wgmma_operand(ptx::shared_address(s.a[ring.slot][warpgroup * BM / 2]));
+    const uint64_t w = ptx::wgmma_operand(ptx::shared_address(s.w[ring.slot]));
+    ptx::wgmma_fence();
+#pragma unroll
+    for (int i = 0; i < BK / 16; ++i)
+      ptx::Wgmma<BN>::mma(d, a + 2 * i, w + 2 * i, !(first && i == 0));
+    ptx::wgmma_commit();
+    if (!first) {
+      ptx::wgmma_wait<1>();
+      release(s, ring.previous());
+    }
+    ring.advance();
+  }
+
+  // f32 and add: the warp's 16 rows from `place` on.
+  static __device__ __forceinline__ void store(const Params& p, const Accumulators& d, int m,
+                                               TilePlace place) {
+    const int lane = threadIdx.x % 32, row = place.row + lane / 4;
+    if (E == Epilogue::f32 && p.n % 4) {  // rows of no whole 16-byte units: odd vocabularies
+#pragma unroll
+      for (int i = 0; i < BN / 2; ++i) {
+        const int r = row + i / 2 % 2 * 8, column = place.column + i / 4 * 8 + lane % 4 * 2 + i % 2;
+        if (r < m && column < p.n) p.c[int64_t(r) * p.n + column] = p.scale * d[i];
+      }
+      return;
+    }
+    // Of every two fragments a lane with an even number takes four columns of the first, its
+    // neighbour four of the second.
+    constexpr int kPairs = kFragments / 2, kBatch = 4;
+    const bool odd = lane % 2;
+    const int column = place.column + odd * 8 + lane % 4 / 2 * 4;
+    Out* const c = p.c + int64_t(row) * p.n + column;
+#pragma unroll
+    for (int first = 0; first < kPairs; first += kBatch) {
+      const auto each = [&](auto&& visit) {
+#pragma unroll
+        for (int j = first; j < first + kBatch && j < kPairs; ++j)
+#pragma unroll
+          for (int half = 0; half < 2; ++half)
+            visit(j, half, row + half * 8 < m && column + j * 16 < p.n,
+                  c + int64_t(half) * 8 * p.n + j * 16);
+      };
+      float4 before[kBatch][2];
+      if (E == Epilogue::add)  // all loads before the first store: they wait together
+        each([&](int j, int half, bool live, const Out* there) {
+          if (live) before[j - first][half] = *reinterpret_cast<const float4*>(there);
+        });
+      each([&](int j, int half, bool live, Out* there) {
+        const float* const own = &d[j * 8 + half * 2];
+        const float2 low = {own[0], own[1]}, high = {own[4], own[5]};
+        const float x = __shfl_xor_sync(0xffffffffu, odd ? low.x : high.x, 1);
+        const float y = __shfl_xor_sync(0xffffffffu, odd ? low.y : high.y, 1);
+        float4 v = odd ? float4{x, y, high.x, high.y} : float4{low.x, low.y, x, y};
+        v = {p.scale * v.x, p.scale * v.y, p.scale * v.z, p.scale * v.w};
+        if (E == Epilogue::add) {
+          const float4 b = before[j - first][half];
+          v = {b.x + v.x, b.y + v.y, b.z + v.z, b.w + v.w};
+        }
+        if (live) ptx::store_floats(there, v);
+      });
+    }
+  }
+
+  // swiglu: a lane's results, one column of each fragment, rows r and r + 8 in one word.
+  struct Gated {
+    uint32_t halves[kFragments];
+    TilePlace place;
+  };
+
+  static __device__ __forceinline__ void gate(const Params& p, const Accumulators& d, int m,
+                                              TilePlace place, Gated& out) {
+    bool fit[2] = {true, true};
+#pragma unroll
+    for (int j = 0; j < kFragments; ++j) {
+      float value[2];
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        value[half] = swiglu(d[j * 4 + half * 2], d[j * 4 + half * 2 + 1]) * p.scale;
+        fit[half] &= fits_half(value[half]);
+      }
+      out.halves[j] = ptx::pack_halves(value[0], value[1]);
+    }
+    out.place = place;
+    const int row = place.row + threadIdx.x % 32 / 4;
+    if ((!fit[0] && row < m) || (!fit[1] && row + 8 < m)) atomicMin(p.overflow, p.site);
+  }
+
+  // Group g of four fragments: the four lanes that share a row transpose it, and each writes the
+  // four columns of one fragment.
+  static constexpr int kGroups = (kFragments + 3) / 4;
+  template <int G>
+  static __device__ __forceinline__ void store_group(const Params& p, const Gated& gated, int m) {
+    const int lane = threadIdx.x % 32;
+    uint32_t x[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i)
+      x[i] = G * 4 + i < kFragments ? gated.halves[min(G * 4 + i, kFragments - 1)] : 0;
+#pragma unroll
+    for (int bit = 1; bit < 4; bit *= 2) {
+      const bool upper = lane & bit;
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        if (i & bit) continue;
+        const uint32_t theirs = __shfl_xor_sync(0xffffffffu, upper ? x[i] : x[i + bit], bit);
+        x[i] = upper ? theirs : x[i];
+        x[i + bit] = upper ? x[i + bit] : theirs;
+      }
+    }
+    const int fragment = G * 4 + lane % 4, row = gated.place.row + lane / 4;
+    const int column = gated.place.column / 2 + fragment * 4;
+    if (fragment >= kFragments || column >= p.n / 2) return;
+    Out* const c = p.c + int64_t(row) * (p.n / 2) + column;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int bytes = half ? 0x7632 : 0x5410;
+      if (row + half * 8 < m)
+        ptx::store_words(c + int64_t(half) * 8 * (p.n / 2), __byte_perm(x[0], x[1], bytes),
+                         __byte_perm(x[2], x[3], bytes));
+    }
+  }
+  template <int G>
+  static __device__ __forceinline__ void store_from(const Params& p, const Gated& gated, int m) {
+    if constexpr (G < kGroups) {
+      store_group<G>(p, gated, m);
+      store_from<G + 1>(p, gated, m);
+    }
+  }
+
+  // The first steps of a tile, two groups of the tile before written under each.
+  template <int G>
+  static __device__ __forceinline__ void multiply_and_store(const Params& p, Smem& s, Ring& ring,
+                                                            Accumulators& d, int warpgroup,
+                                                            const Work& work, const Gated& gated,
+                                                            bool pending) {
+    if constexpr (G < kGroups) {
+      if (G / 2 < work.steps) multiply(s, ring, d, warpgroup, G == 0);
+      if (pending) {
+        store_group<G>(p, gated, work.m);
+        if constexpr (G + 1 < kGroups) store_group<G + 1>(p, gated, work.m);
+      }
+      multiply_and_store<G + 2>(p, s, ring, d, warpgroup, work, gated, pending);
+    }
+  }
+
+  static __device__ __forceinline__ void finish(const Params& p, const Accumulators& d, int m,
+                                                TilePlace place) {
+    if constexpr (kGated) {
+      Gated gated;
+      gate(p, d, m, place, gated);
+      store_from<0>(p, gated, m);
+    } else {
+      store(p, d, m, place);
+    }
+  }
+
+  // Split: this warp's sums to its rows' owner, or as the owner those of all ranks into d.
+  static __device__ __forceinline__ bool gather(Smem& s, Accumulators& d, int warp, int rank) {
+    const int lane = threadIdx.x % 32, owner = warp % Split;
+    ptx::cluster_wait();  // every block of the cluster has initialised its barriers
+    // This warpgroup is past its last product: the owners may have its block's shared memory.
+    if (lane < Split && lane != rank)
+      ptx::barrier_arrive_remote(ptx::map_to_rank(ptx::shared_address(&s.drained), lane));
+    if (owner != rank) {
+      ptx::barrier_wait(ptx::shared_address(&s.drained), 0);
+      const int sender = rank < owner ? rank : rank - 1;
+      const uint32_t plane = ptx::shared_address(&s.partial()[warp / Split][sender][0][lane]);
+      const uint32_t to = ptx::map_to_rank(plane, owner);
+      const uint32_t summed = ptx::map_to_rank(ptx::shared_address(&s.summed), owner);
+#pragma unroll
+      for (int j = 0; j < kFragments; ++j)
+        ptx::store_async(to + j * sizeof(s.partial()[0][0][0]), summed, d[j * 4], d[j * 4 + 1],
+                         d[j * 4 + 2], d[j * 4 + 3]);
+      return false;
+    }
+    ptx::barrier_wait_cluster(ptx::shared_address(&s.summed), 0);
+#pragma unroll
+    for (int sender = 0; sender < kPeers; ++sender)
+#pragma unroll
+      for (int j = 0; j < kFragments; ++j) {
+        const float4 v = s.partial()[warp / Split][sender][j][lane];
+        d[j * 4] += v.x;
+        d[j * 4 + 1] += v.y;
+        d[j * 4 + 2] += v.z;
+        d[j * 4 + 3] += v.w;
+      }
+    return true;
+  }
+
+  static __device__ __forceinline__ void consume(const Params& p, Smem& s, const Work& work) {
+    const int warp = threadIdx.x / 32 - kWarpgroup / 32, warpgroup = warp / 4;
+    const auto rows_of_warp = [&](int unit) {
+      TilePlace place = work.tile(unit);
+      place.row += warp * 16;
+      return place;
+    };
+    Ring ring;
+    Accumulators d;
+    if constexpr (Split > 1) {
+      multiply(s, ring, d, warpgroup, true);
+      for (int step = 1; step < work.steps; ++step) multiply(s, ring, d, warpgroup, false);
+      ptx::wgmma_wait<0>();
+      ptx::named_barrier<kWarpgroup>(1 + warpgroup);
+      if (gather(s, d, warp, work.rank)) finish(p, d, work.m, rows_of_warp(work.first));
+    } else if constexpr (kGated) {
+      Gated gated;
+      bool pending = false;
+      for (int unit = work.first; unit < work.units(); unit += work.stride) {
+        multiply_and_store<0>(p, s, ring, d, warpgroup, work, gated, pending);
+        for (int step = (kGroups + 1) / 2; step < work.steps; ++step)
+          multiply(s, ring, d, warpgroup, false);
+        ptx::wgmma_wait<0>();
+        release(s, ring.previous());
+        gate(p, d, work.m, rows_of_warp(unit), gated);
+        pending = true;
+      }
+      store_from<0>(p, gated, work.m);
+    } else {
+      for (int unit = work.first; unit < work.units(); unit += work.stride) {
+        multiply(s, ring, d, warpgroup, true);
+        for (int step = 1; step < work.steps; ++step) multiply(s, ring, d, warpgroup, false);
+        ptx::wgmma_wait<0>();
+        release(s, ring.previous());
+        store(p, d, work.m, rows_of_warp(unit));
+      }
+    }
+  }
+
+  static __device__ __forceinline__ void run(const Params& p) {
+    const int live = *p.rows;  // on its way while the barriers are set up
+    Smem& s = spec::shared<Smem>();
+    if (threadIdx.x < Stages) {
+      ptx::barrier_init(ptx::shared_address(&s.full[threadIdx.x]), 1);
+      ptx::barrier_init(ptx::shared_address(&s.empty[threadIdx.x]), kWarps * Share);
+      if (Split > 1 && threadIdx.x == 0) {
+        ptx::barrier_init(ptx::shared_address(&s.drained), kWarps * kPeers);
+        ptx::barrier_init(ptx::shared_address(&s.summed), 1);
+      }
+      ptx::fence_barrier_init();
+      ptx::fence_async_proxy();
+    } else if (threadIdx.x == 32) {
+      ptx::prefetch_map(&p.w);
+      ptx::prefetch_map(&p.a);
+    }
+    __syncthreads();
+    const Work work(p, live);
+    if (work.first >= work.units()) return;  // the whole cluster does
+    if (Split > 1 && threadIdx.x == 0) {  // the partial sums to come, before anybody may send one
+      const int rank = blockIdx.x % kCluster, owned = (kWarps - rank + Split - 1) / Split;
+      ptx::barrier_expect(ptx::shared_address(&s.summed),
+                          owned * sizeof(typename Smem::partial_plane) / kOwned);
+    }
+    if constexpr (kCluster > 1) ptx::cluster_arrive();
+    if constexpr (Share > 1) ptx::cluster_wait();  // with Split, when the sums go out
+    if (threadIdx.x < kWarpgroup) {
+      ptx::lower_registers<40>();
+      if (threadIdx.x == 0) produce(p, s, work);
+      if constexpr (Split > 1) {
+        __syncwarp();
+        ptx::cluster_wait();
+      }
+    } else {
+      ptx::raise_registers<232>();
+      consume(p, s, work);
+    }
+    if constexpr (Share > 1) {  // nobody leaves while its peer may write to it or arrive there
+      __syncwarp();
+      ptx::cluster_arrive();
+      ptx::cluster_wait();
+    }
+  }
+};

@@ -1,0 +1,1 @@
+"""Measuring on a GPU, and judging what was measured: the parts behind wall, ab and lever."""

@@ -1,0 +1,167 @@
+"""docs/campaign.md: what is committed is what the records give, and it shows what they hold."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import random
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+from xml.etree.ElementTree import fromstring
+
+import pytest
+from pyruntime.tools.lever import main as lever
+from walls import made_up_wall
+
+from pyruntime.measure.ab import Measured, Plan, judge
+from pyruntime.measure.gates import Gate
+from pyruntime.measure.levers import read_levers
+from pyruntime.measure.records import save_record
+from pyruntime.measure.series import Pair, Sample
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def campaign(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(str(ROOT / "bench"))
+    return importlib.import_module("campaign")
+
+
+def made_up_duel() -> dict[str, Any]:
+    """An ab record of r46_base against r48, which is 6 % faster."""
+    rng = random.Random(3)
+
+    def pair(ratio: float) -> Pair:
+        a, b = (x * rng.gauss(1, 0.002) for x in (130.0, 130.0 / ratio))
+        return Pair(Sample(a + 0.4, a, 1900.0), Sample(b + 0.4, b, 1902.0), rng.random() < 0.5)
+
+    facts = {"launches": None, "kernels": None}
+    seen = Measured(
+        noise=[pair(1.0) for _ in range(9)],
+        pairs=[pair(1.06) for _ in range(9)],
+        gates=[Gate("parity", True, "logits differ by at most 0.01", {})],
+        facts=[facts, facts],
+        roles=[None, None],
+    )
+    arms = {
+        key: {"label": f"attention={name}", "options": {"attention": name}}
+        for key, name in (("a", "r46-base"), ("b", "r48"))
+    }
+    about = {"nt": 3325, "device": "Made-up GPU", "commit": "1" * 40, "date": "2026-03-04T00:00:00"}
+    return {**arms, **about, **judge(seen, Plan(), [arms[key]["options"] for key in "ab"])}
+
+
+def made_up_ladder() -> dict[str, Any]:
+    variants = {}
+    for i, name in enumerate(("r46_base", "r46", "r48", "r50", "r57", "auto")):
+        kernel = f"attention_{name}_hd128"
+        row = {"attention_ms": 1.0 - i / 10, "share": 0.2 - i / 50, "kernels": [kernel]}
+        figures = {"dynamic_shared": 69376 - i, "registers": 90 + i, "blocks": 3}
+        variants[name] = {
+            "nt": dict.fromkeys(("512", "2048", "3325", "8192"), row), "kernels": {kernel: figures},
+        }  # fmt: skip
+    about = {"device": "Made-up GPU", "commit": None, "date": "2026-03-04T00:00:00"}
+    return {"model": {"name": "made up"}, "variants": variants, **about}
+
+
+def made_up_peers() -> dict[str, Any]:
+    return {
+        "device": "Made-up GPU", "commit": None, "date": "2026-03-04T00:00:00",
+        "versions": {"torch": "2.11", "transformers": None},
+        "gemm": {"qkv 512": {"ours": [1.0, 1.2, 1.1], "cublas": [0.9, 0.88, 0.91]}},
+        "attention": {"qwen2.5-7b 512": {"ours": [0.2], "cudnn": [0.1], "fa2": [0.3]}},
+        "prefill": {}, "failed": {"gemm o 512": "RuntimeError: x"},
+        "quoted": [{"peer": "llama.cpp", "model": "m", "source": "s",
+                    "tokens_per_s": {"512": 9800}}],
+    }  # fmt: skip
+
+
+@pytest.fixture
+def results(tmp_path: Path) -> Path:
+    folder = tmp_path / "results"
+    for name, change in (("before", {}), ("after", {"attention": 0.2})):
+        wall = made_up_wall(**change) | {"options": f"attention={name}"}
+        del wall["schema"]
+        save_record(folder / f"wall-3325-{name}.json", "wall", wall)
+        lever(
+            ["price", "--levers", str(ROOT / "bench/levers.toml"), "--wall",
+             str(folder / f"wall-3325-{name}.json"), "--save", str(folder / f"lever-{name}.json")]
+        )  # fmt: skip
+    save_record(folder / "ab-r46_base-r48.json", "ab", made_up_duel())
+    save_record(folder / "ladder.json", "ladder", made_up_ladder())
+    save_record(folder / "peers.json", "peers", made_up_peers())
+    (folder / "device.json").write_text("{}")  # other records lie there, too
+    (folder / "wall-3325-after.trace.json").write_text("{}")
+    return folder
+
+
+def test_the_committed_page_is_that_of_the_committed_records(campaign: ModuleType) -> None:
+    """Otherwise: python bench/campaign.py"""
+    records = campaign.read_records(ROOT / "bench/results")
+    assert (ROOT / "docs/campaign.md").read_text() == campaign.page(records)
+    for name, svg in campaign.pictures(records).items():
+        assert (ROOT / "docs/images" / name).read_text() == svg
+
+
+def test_records_are_shown(campaign: ModuleType, results: Path) -> None:
+    records = campaign.read_records(results)
+    assert set(records) == {
+        "wall-3325-before", "wall-3325-after", "lever-before", "lever-after", "ab-r46_base-r48",
+        "ladder", "peers",
+    }  # fmt: skip
+    text = campaign.page(records)
+    assert "Not recorded yet" not in text
+    r48 = next(line for line in text.splitlines() if line.startswith("| r48 |"))
+    gain = records["ab-r46_base-r48"]["times"]["wall"]["gain"]
+    assert f"{gain:+.2f} %" in r48 and "| better |" in r48 and "| 5.16 |" not in r48
+    assert "| 69,374 | 92 | 3 | 0.8000 |" in r48 and "2.12 | +5.60 % | LANDED |" in r48
+    assert "**r48: better.** p = 0.0039" in text and "The bar is cleared" in text
+    for p in records["ab-r46_base-r48"]["pairs"]:
+        assert f"{p['a']['wall']:.4f}" in text and f"{p['b']['gpu']:.4f}" in text
+    prices = [line for line in text.splitlines() if line.startswith("| r46 | attention")]
+    assert len(prices) == 1 and prices[0].endswith("| below the bar |")
+    assert "0.9000 (0.82x)" in text and "failed: gemm o 512: RuntimeError: x" in text
+    assert "quoted, not measured: llama.cpp, m: 9,800 at 512 tokens/s" in text
+
+
+def test_pictures_are_svg(campaign: ModuleType, results: Path) -> None:
+    pictures = campaign.pictures(campaign.read_records(results))
+    assert set(pictures) == {
+        "campaign-ab.svg", "campaign-wall-3325-before.svg", "campaign-wall-3325-after.svg",
+    }  # fmt: skip
+    for svg in pictures.values():
+        fromstring(svg)
+    assert pictures["campaign-ab.svg"].count("<circle") == 4 * 9
+
+
+def test_the_command_writes_the_page(
+    campaign: ModuleType, results: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    docs = tmp_path / "docs"
+    arguments = ["--results", str(results), "--docs", str(docs)]
+    monkeypatch.setattr(sys, "argv", ["campaign.py", *arguments])
+    assert campaign.main() == 0
+    text = (docs / "campaign.md").read_text()
+    for name in ("campaign-ab.svg", "campaign-wall-3325-before.svg"):
+        assert f"images/{name}" in text and (docs / "images" / name).exists()
+
+
+def test_a_spoilt_record_is_named(campaign: ModuleType, results: Path) -> None:
+    (results / "wall-x.json").write_text(json.dumps({"schema": "pyruntime.ab/1"}))
+    with pytest.raises(Exception, match=r"wall-x\.json: no pyruntime\.wall/1 record"):
+        campaign.read_records(results)
+
+
+def test_the_source_s_arithmetic(campaign: ModuleType) -> None:
+    """What the page says of the source, against its published figures."""
+    source = importlib.import_module("campaign_source")
+    assert [source.ways(s) for s in (256, 272, 288, 160)] == [8, 1, 2, 2]
+    text = "\n".join(source.faults())
+    assert "43,776 B, leaves out its own pad: 45,824 B (2,048 more)" in text
+    assert "2.64x between the two, so about 2.2x" in text
+    assert "69,376 B are 1 block on a GB10 and 3 on an H200" in text
+    assert "15 % apart" in text
+    assert len(read_levers(ROOT / "bench/levers.toml")) > 20

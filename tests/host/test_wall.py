@@ -1,0 +1,259 @@
+"""`pyruntime wall` on a driver that only keeps time, and its records without any driver."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import fake_driver
+import pytest
+from goldens import GOLDEN
+from pyruntime.tools.charts import wall_svg
+from walls import qwen2_7b
+
+from pyruntime.cli import main
+from pyruntime.measure import roofline
+from pyruntime.measure.account import Call, checks, explain
+from pyruntime.measure.graph import GEMMS, expected_work
+from pyruntime.measure.inplace import InPlace
+from pyruntime.measure.records import load_record
+from pyruntime.measure.series import REGIMES, Regime
+from pyruntime.measure.telemetry import parse
+
+MODEL = str(GOLDEN / "tiny-llama-q4_k_m.gguf")
+TIMES = {"attention": 0.05, "gemm": 0.1, "norm": 0.004, "rope": 0.006, "rows": 0.002}
+NT = 60
+
+
+def kernel_ms(name: str) -> float:
+    return 0.08 if "m128_n256" in name else TIMES.get(name.split("_")[0], 0.01)
+
+
+@pytest.fixture
+def driver(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> fake_driver.FakeDriver:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setitem(REGIMES, "burst", Regime(rest=0.0, warm_up=0.0))
+    monkeypatch.setattr(roofline, "SIDE", 256)
+    monkeypatch.setattr(roofline, "COPY_BYTES", 1 << 20)
+    return fake_driver.install(monkeypatch, kernel_ms)
+
+
+@pytest.fixture
+def record(driver: fake_driver.FakeDriver, tmp_path: Path) -> Iterator[dict[str, Any]]:
+    """A wall of the tiny model, saved as w.json and shown as w.html, .png, .trace.json."""
+    command = ["wall", MODEL, "--nt", str(NT), "--rounds", "3", "--save", str(tmp_path / "w")]
+    assert main(command) == 0
+    yield load_record(tmp_path / "w.json", "wall")
+
+
+def test_times_land_in_their_roles(record: dict[str, Any]) -> None:
+    slices = {s["role"]: s for s in record["slices"]}
+    assert list(slices) == [
+        "embed", "norm", "qkv", "rope", "attention", "gather", "o", "gate_up", "down", "head",
+    ]  # fmt: skip
+    for role, family, count in (
+        ("attention", "attention", 2), ("qkv", "gemm", 2), ("norm", "norm", 5), ("head", "gemm", 1),
+    ):  # fmt: skip
+        assert slices[role]["launches"] == slices[role]["launches_expected"] == count
+        assert slices[role]["ms"] == pytest.approx(count * TIMES[family], abs=1e-4)
+    assert sum(s["share"] for s in record["slices"]) == pytest.approx(1)
+    assert record["event_us"] == pytest.approx(1e3 * fake_driver.EVENT_MS, rel=0.03)
+    assert record["sm_mhz"] == fake_driver.MHZ
+    assert {c["name"]: c["passed"] for c in record["checks"]} == dict.fromkeys(
+        ("launches", "sum", "gap", "finite"), True
+    )
+    qkv = slices["qkv"]
+    assert qkv["us_per_gmac"] == pytest.approx(1e3 * qkv["ms"] / (qkv["flop"] / 2e9))
+    assert qkv["of_roofline"] == pytest.approx(qkv["bound_ms"] / qkv["ms"])
+
+
+def test_the_trace_is_one_that_viewers_read(record: dict[str, Any], tmp_path: Path) -> None:
+    events = json.loads((tmp_path / "w.trace.json").read_text())["traceEvents"]
+    spans = [e for e in events if e["ph"] == "X"]
+    assert len(spans) == len(record["launches"]) == 20
+    for earlier, later in pairwise(spans):
+        assert later["ts"] == pytest.approx(earlier["ts"] + earlier["dur"], abs=0.002)
+    assert spans[0]["name"] == "embed" and spans[-1]["args"]["kernel"].startswith("gemm_f32")
+
+
+def test_the_picture_is_a_png(record: dict[str, Any], tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="matplotlib (extra plot) is not installed")
+    assert (tmp_path / "w.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_page_opens_in_a_browser(record: dict[str, Any], tmp_path: Path) -> None:
+    browser = shutil.which("chromium")
+    if browser is None:
+        pytest.skip("chromium is not installed")
+    text = (tmp_path / "w.html").read_text()
+    assert not re.search(r"(src|href)=|url\(", text), "the page must need no other file"
+    done = subprocess.run(
+        [
+            browser, "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic",
+            "--no-first-run", "--disable-background-networking", "--disable-component-update",
+            "--disable-sync", f"--user-data-dir={tmp_path / 'profile'}", "--dump-dom",
+            (tmp_path / "w.html").as_uri(),
+        ],
+        capture_output=True, text=True, timeout=120, check=True,
+    )  # fmt: skip
+    assert done.stdout.count("<rect") >= 2 * len(record["slices"])
+    assert "Wall of tiny llama at 60 tokens" in done.stdout
+    assert done.stdout.count("<tr>") == 1 + len(record["slices"]) + len(record["gap"])
+
+
+def test_a_record_is_shown_and_checked_without_a_gpu(
+    record: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "w.json"
+    assert main(["wall", "--from", str(path), "--save", str(tmp_path / "again")]) == 0
+    assert "GPU-busy" in capsys.readouterr().out
+    assert (tmp_path / "again.html").read_text() == (tmp_path / "w.html").read_text()
+    assert main(["wall", "--check", str(path)]) == 0
+    assert "launch plan not compared" in capsys.readouterr().out
+    assert main(["wall", MODEL, "--check", str(path)]) == 0
+
+
+@pytest.mark.parametrize("change", ["code", "gone", "plan"])
+def test_a_record_of_other_code_is_void(
+    record: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str], change: str
+) -> None:
+    if change == "plan":
+        record["plan"] = "0" * 64
+    else:
+        name = next(n for n in record["kernels"] if n.startswith("attention"))
+        code = record["kernels"].pop(name)
+        record["kernels"][name if change == "code" else "attention_old"] = code[::-1]
+    path = tmp_path / "old.json"
+    path.write_text(json.dumps(record))
+    assert main(["wall", MODEL, "--check", str(path)]) == 1
+    expected = {"code": "other machine code", "gone": "attention_old is gone", "plan": "the launch"}
+    assert f"{path} is void" in (out := capsys.readouterr().out) and expected[change] in out
+
+
+def test_launches_that_the_graph_lacks_fail_by_name(
+    driver: fake_driver.FakeDriver,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    from pyruntime.measure import wall
+
+    def wrong(*args: Any) -> Any:
+        work = expected_work(*args)
+        work["rope"] = replace(work["rope"], launches=3)
+        return work
+
+    monkeypatch.setattr(wall, "expected_work", wrong)
+    assert main(["wall", MODEL, "--nt", str(NT), "--rounds", "2"]) == 1
+    out = capsys.readouterr().out
+    assert "FAIL launches: other launches than the model's graph has: rope 2, not 3" in out
+
+
+def long_checks(*, busy: float = 70.0, total: float = 70.5, gpu: float = 70.3) -> dict[str, bool]:
+    """The checks of a made-up wall of 3,325 tokens."""
+    slices = [{"role": "qkv", "launches": 28, "launches_expected": 28, "ms": total}]
+    calls = [Call(wall=gpu + 0.3, before=0.1, gpu=gpu, after=0.05)]
+    timed = InPlace([busy], [[total]], 0.001)
+    found = checks(3325, slices, timed, explain(calls, busy, 0.02), True)
+    return {c["name"]: c["passed"] for c in found}
+
+
+def test_a_sum_that_is_off_fails() -> None:
+    assert all(long_checks().values())
+    assert not long_checks(total=71.5)["sum"]
+    assert not long_checks(total=68.5)["sum"]
+
+
+def test_a_gap_that_is_not_explained_fails() -> None:
+    starved = long_checks(gpu=72.0)
+    assert not starved["gap"] and starved["sum"]
+
+
+def test_the_parts_of_the_gap_add_up() -> None:
+    calls = [Call(wall=75.0 + i, before=1.0, gpu=72.0, after=0.5) for i in range(3)]
+    assert sum(p["ms"] for p in explain(calls, 70.0, 0.1)) == pytest.approx(76.0 - 70.0)
+
+
+def test_the_graph_of_a_7b_model_is_the_published_one() -> None:
+    """21,019 GMAC at 3,325 tokens with all rows in the last output projection (yusiwen/minfer)."""
+    work = expected_work(qwen2_7b(), 3325, 2016)
+    macs = sum(work[role].flop // 2 for role in GEMMS if role != "head")
+    o_rows_dropped = 3324 * 3584 * 3584
+    assert (macs + o_rows_dropped) / 1e9 == pytest.approx(21_019, abs=1)
+    assert {role: w.launches for role, w in work.items()} == {
+        "embed": 1, "norm": 57, "qkv": 28, "rope": 28, "attention": 28, "gather": 1, "o": 28,
+        "gate_up": 28, "down": 28, "head": 1,
+    }  # fmt: skip
+    assert work["attention"].flop == 28 * 4 * 28 * 128 * 3325 * 3326 // 2
+    assert work["head"].bytes == 2 * 152064 * 3584 + 2 * 3584 + 4 * 152064
+    assert "gather" not in expected_work(qwen2_7b(), 1, 2016)
+
+
+def test_the_roofline_is_measured_once(driver: fake_driver.FakeDriver, tmp_path: Path) -> None:
+    from pyruntime.driver.device import Device
+    from pyruntime.driver.library import Library
+
+    library = Library(Device(0))
+    first = roofline.roofline(library)
+    launched = len(driver.launched)
+    assert first.flop_per_s == pytest.approx(2 * 256**3 / 0.08 * 1e3, rel=0.03)
+    assert roofline.roofline(library) == first and len(driver.launched) == launched
+    assert roofline.roofline(library, again=True) and len(driver.launched) > launched
+    path = roofline.cache_path("Made-up GPU")
+    path.write_text(path.read_text().replace(first.code, "0" * 64))  # another build's kernel
+    launched = len(driver.launched)
+    assert roofline.roofline(library).code == first.code and len(driver.launched) > launched
+    path.write_text("{")
+    assert roofline.read(path) is None
+
+
+def test_nvidia_smi_is_read() -> None:
+    lines = [
+        "580.159, 1980, 3201, 45, 350.12, 0x0000000000000004",
+        "580.159, 1755, 3201, 47, 698.50, 0x0000000000000004",
+        "580.159, 1770, 3201, 46, [N/A], 0x0000000000000000",
+        "580.159, 17",  # cut short when it was stopped
+    ]
+    found = parse("\n".join(lines))
+    assert found == {
+        "driver": "580.159",
+        "sm_mhz": [1755, 1770, 1980],
+        "memory_mhz": [3201, 3201, 3201],
+        "celsius": 47,
+        "watts": 698.5,
+        "thermal_slowdown": False,
+    }
+    hot = parse("580.159, 1200, 3201, 90, 700, 0x0000000000000020")
+    assert hot is not None and hot["thermal_slowdown"]
+    assert parse("") is None
+
+
+@pytest.mark.parametrize("command", [["wall", MODEL, "--nt", "8"], ["ab", "default", "default"]])
+def test_without_a_gpu_it_says_what_it_needs(
+    command: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    rest = [MODEL, "--nt", "8"] if command[0] == "ab" else []
+    assert main([*command, *rest]) == 3
+    assert f"{command[0]} times kernels on a GPU: no " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["--from", "/no/such.json"], ["--check", __file__], [MODEL, "--nt", "8", "--options", "x"]],
+)
+def test_bad_input(arguments: list[str], driver: fake_driver.FakeDriver) -> None:
+    assert main(["wall", *arguments]) == 2
+
+
+def test_an_svg_is_xml(record: dict[str, Any]) -> None:
+    from xml.etree.ElementTree import fromstring
+
+    record["model"]["name"] = "<b> & 'c'"
+    root = fromstring(wall_svg(record))
+    assert "<b> & 'c'" in "".join(root.itertext())
