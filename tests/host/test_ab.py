@@ -124,7 +124,7 @@ def test_another_build_answers_from_its_own_process() -> None:
         assert arm.facts["python"] == sys.executable and arm.facts["launches"] is None
         sample = arm.run()
         assert sample.wall > 0 and sample.gpu is None and sample.clock is None
-        assert arm.slices(1) is None and arm.launched() is None
+        assert arm.slices(1) is None and arm.launched() == {}
         logits = arm.logits()
         tokens, gaps = arm.greedy(4)
         assert int(logits.argmax()) == tokens[0] and min(gaps) >= 0
