@@ -1,7 +1,7 @@
 """`pyruntime audit`: structure, resources and behaviour of a kernel on one page, and a verdict.
 
 Structure needs nvdisasm (pip install 'pyruntime-cuda[sass]'). Behaviour is read from a record
-(--record; format in pyruntime/cubin/behaviour.py). What a change would be worth needs --share, and
+(--record; docs/inspection.md shows one). What a change would be worth needs --share, and
 --gain or a record with work and peaks. No GPU is used.
 """
 

@@ -153,14 +153,14 @@ def test_counts_agree_with_the_spill_annotations(tool: Path) -> None:
 
 
 def test_kernels_of_one_run_keep_their_own_addresses(tool: Path) -> None:
-    chosen = kernels(Path(FILE))
+    chosen = [k for k in kernels(Path(FILE)) if k.name in ("plain", "calling", "tile_t128")]
     together = nvdisasm.disassemble(chosen)
     assert together == [code for kernel in chosen for code in nvdisasm.disassemble([kernel])]
     assert all(i.target is None or 0 <= i.target < 16 * len(c) for c in together for i in c)
 
 
-def test_all_installed_kernels_are_understood(tool: Path) -> None:
-    chosen = kernels(root())
+def test_installed_kernels_of_every_family_are_understood(tool: Path) -> None:
+    chosen = {(k.name.split("_")[0], k.arch): k for k in kernels(root())}.values()
     for kernel, code in zip(chosen, nvdisasm.disassemble(chosen), strict=True):
         assert not [i.opcode for i in code if i.kind.name == "other"], kernel.name
         if kernel.name.startswith(("gemm", "attention")):
