@@ -71,7 +71,8 @@ class FakeDriver:
 
     def cuDeviceGetAttribute(self, attribute: Any, device: int) -> Any:  # noqa: N802
         name = attribute.name.removeprefix("CU_DEVICE_ATTRIBUTE_")
-        number = int("".join(filter(str.isdigit, manifest()["architectures"][-1])))
+        built = manifest()["architectures"]
+        number = 90 if "90a" in built else int("".join(filter(str.isdigit, built[-1])))
         computed = {
             "COMPUTE_CAPABILITY_MAJOR": number // 10,
             "COMPUTE_CAPABILITY_MINOR": number % 10,
@@ -118,8 +119,14 @@ class FakeDriver:
     def cuFuncGetAttribute(self, attribute: Any, function: Any) -> Any:  # noqa: N802
         return 0, FUNCTION[attribute.name.removeprefix("CU_FUNC_ATTRIBUTE_")]
 
+    def cuOccupancyMaxActiveClusters(self, function: Any, config: Any) -> Any:  # noqa: N802
+        return 0, 60
+
+    def cuTensorMapEncodeTiled(self, *shape: Any) -> Any:  # noqa: N802
+        return 0, self._enums.CUtensorMap()
+
     def cuStreamCreate(self, flags: Any) -> Any:  # noqa: N802
-        return 0, "stream"
+        return 0, 1
 
     def cuEventCreate(self, flags: int) -> Any:  # noqa: N802
         return 0, [0.0]
@@ -131,6 +138,9 @@ class FakeDriver:
 
     def cuEventElapsedTime(self, earlier: list[float], later: list[float]) -> Any:  # noqa: N802
         return 0, later[0] - earlier[0]
+
+    def cuLaunchKernelEx(self, config: Any, function: str, *rest: Any) -> Any:  # noqa: N802
+        return self.cuLaunchKernel(function, *rest)
 
     def cuLaunchKernel(self, function: str, *rest: Any) -> Any:  # noqa: N802
         self.launched.append(function)
