@@ -30,7 +30,9 @@ def ladder(records: Records, history: Sequence[Mapping[str, Any]]) -> list[str]:
     here = ["bytes", "registers", "blocks/SM", *(f"ms at {nt}" for nt in TOKENS)]
     here += [f"share at {NT}", "prefill", "outcome"]
     there = ["GB10: bytes", "blocks/SM", f"ms at {NT}", "prefill", "verdict"]
-    lines += table(["variant", *here, *there], [_variant(records, v) for v in history])
+    today = [{"name": "auto"}] if found else []  # what the engine picks when it is not told
+    rows = [_variant(records, known) for known in (*history, *today)]
+    lines += table(["variant", *here, *there], rows)
     lines += [
         "",
         "Prefill is the gain of a whole prefill at 3,325 tokens: here against r46_base, on the GB10"
@@ -49,18 +51,18 @@ def _variant(records: Records, known: Mapping[str, Any]) -> list[str]:
     against = against_base(records, name)
     return [
         name,
-        f"{figures.get('dynamic_shared', needed_bytes(known)):,}",
+        f"{figures.get('dynamic_shared') or needed_bytes(known):,}",
         str(figures.get("registers", "")),
         str(figures.get("blocks", "")),
         *(f"{rows[nt]['attention_ms']:.4f}" if nt in rows else "" for nt in TOKENS),
         f"{100 * at_nt['share']:.2f} %" if at_nt else "",
         f"{against['times']['wall']['gain']:+.2f} %" if against and against["times"] else "",
         "base" if name == BASE else against["verdict"]["outcome"] if against else "",
-        f"{known['published_bytes']:,}",
+        f"{known['published_bytes']:,}" if "published_bytes" in known else "",
         str(known.get("blocks", "")),
         f"{known['ms']:.2f}" if "ms" in known else "",
         f"{known['effect']:+.2f} %" if "effect" in known else "",
-        known["verdict"],
+        known.get("verdict", ""),
     ]
 
 

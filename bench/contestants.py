@@ -82,7 +82,7 @@ def attentions(gpu: Gpu, case: Mapping[str, Any], nt: int) -> Contestants:
     """Causal attention of one sequence.
 
     Raises:
-        AssertionError: ours and cuDNN's results are further apart than fp16 explains.
+        ArithmeticError: ours and cuDNN's results are further apart than fp16 explains.
     """
     heads, kv_heads, head_dim = case["heads"], case["kv_heads"], case["head_dim"]
     q, torch_q = gpu.normal(nt, heads * head_dim)
@@ -112,7 +112,8 @@ def attentions(gpu: Gpu, case: Mapping[str, Any], nt: int) -> Contestants:
     program.run(gpu.stream)
     theirs = library(SDPBackend.CUDNN_ATTENTION, 1)[0].transpose(0, 1).reshape(nt, -1)
     apart = float((theirs.float() - torch_out.float()).abs().max())
-    assert apart < 0.01, f"attention {case['name']} at {nt}: ours and cuDNN's are {apart} apart"
+    if not apart < 0.01:
+        raise ArithmeticError(f"ours and cuDNN's results are {apart} apart")
     return {
         "ours": lambda: program.run(gpu.stream),
         **{name: partial(library, backend) for name, backend in BACKENDS.items()},

@@ -26,6 +26,7 @@ ATTRIBUTES = {
     "PCI_DEVICE_ID": 0,
 }
 FUNCTION = {"SHARED_SIZE_BYTES": 0, "MAX_THREADS_PER_BLOCK": 1024, "NUM_REGS": 64}
+ANYWHERE = ("cuInit", "cuDriver", "cuDevice", "cuCtx")  # calls that need no context
 EVENT_MS = 0.0012
 COPY_MS = 0.05
 MHZ = 1500
@@ -44,15 +45,31 @@ class FakeDriver:
         from cuda.bindings import driver
 
         self._enums = driver
+        self._contexts = 0
         self.kernel_ms = kernel_ms
         self.now = 0.0
         self.launched: list[str] = []
         self._memory: dict[int, Any] = {}
 
+    def __getattribute__(self, name: str) -> Any:
+        """A call that needs a context fails without one, as it does in a driver."""
+        call = super().__getattribute__(name)
+        if name.startswith(ANYWHERE) or not name.startswith("cu") or self._contexts:
+            return call
+        return lambda *_: (self._enums.CUresult.CUDA_ERROR_INVALID_CONTEXT,)
+
     def __getattr__(self, name: str) -> Any:
         if not name.startswith("cu"):
             return getattr(self._enums, name)
-        return lambda *_: (0,)  # contexts, streams and whatever else needs no answer
+        return lambda *_: (0,)  # whatever needs no answer
+
+    def cuCtxPushCurrent(self, context: Any) -> Any:  # noqa: N802
+        self._contexts += 1
+        return (0,)
+
+    def cuCtxPopCurrent(self) -> Any:  # noqa: N802
+        self._contexts -= 1
+        return 0, "context"
 
     def cuDeviceGetCount(self) -> Any:  # noqa: N802
         return 0, 1
@@ -71,7 +88,8 @@ class FakeDriver:
 
     def cuDeviceGetAttribute(self, attribute: Any, device: int) -> Any:  # noqa: N802
         name = attribute.name.removeprefix("CU_DEVICE_ATTRIBUTE_")
-        number = int("".join(filter(str.isdigit, manifest()["architectures"][-1])))
+        built = manifest()["architectures"]
+        number = 90 if "90a" in built else int("".join(filter(str.isdigit, built[-1])))
         computed = {
             "COMPUTE_CAPABILITY_MAJOR": number // 10,
             "COMPUTE_CAPABILITY_MINOR": number % 10,
@@ -118,8 +136,14 @@ class FakeDriver:
     def cuFuncGetAttribute(self, attribute: Any, function: Any) -> Any:  # noqa: N802
         return 0, FUNCTION[attribute.name.removeprefix("CU_FUNC_ATTRIBUTE_")]
 
+    def cuOccupancyMaxActiveClusters(self, function: Any, config: Any) -> Any:  # noqa: N802
+        return 0, 60
+
+    def cuTensorMapEncodeTiled(self, *shape: Any) -> Any:  # noqa: N802
+        return 0, self._enums.CUtensorMap()
+
     def cuStreamCreate(self, flags: Any) -> Any:  # noqa: N802
-        return 0, "stream"
+        return 0, 1
 
     def cuEventCreate(self, flags: int) -> Any:  # noqa: N802
         return 0, [0.0]
@@ -131,6 +155,9 @@ class FakeDriver:
 
     def cuEventElapsedTime(self, earlier: list[float], later: list[float]) -> Any:  # noqa: N802
         return 0, later[0] - earlier[0]
+
+    def cuLaunchKernelEx(self, config: Any, function: str, *rest: Any) -> Any:  # noqa: N802
+        return self.cuLaunchKernel(function, *rest)
 
     def cuLaunchKernel(self, function: str, *rest: Any) -> Any:  # noqa: N802
         self.launched.append(function)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from pyruntime.commands.options import add_json, print_json
 
 from .tables import table
+from .wall import told
 
 if TYPE_CHECKING:
     from pyruntime.measure.levers import Lever, Price
@@ -63,7 +64,7 @@ def _price(levers: list[Lever], args: argparse.Namespace) -> int:
         return 0
     print(f"{path}: {about['model']}, {about['nt']} tokens, {about['device']}, {about['date']}")
     if about["void"]:
-        print(f"  this wall is void: {'; '.join(about['void'])}")
+        print(f"  this wall is void: {told(about['void'])}")
     print(table(PRICES, [price_row(p) for p in prices]))
     return 0
 

@@ -48,6 +48,7 @@ def main(argv: list[str] | None = None) -> int:
 
     if args.source:
         record = load_record(args.source, "wall")
+        _warn(args.source, record)
     elif args.model is None or args.nt is None or args.nt < 1 or args.rounds < 1:
         parser.error("give MODEL and --nt (at least 1), or --from FILE, or --check FILE")
     else:
@@ -86,6 +87,19 @@ def _measure(args: argparse.Namespace) -> dict[str, Any]:
             engine, args.nt, roof, regime=args.regime, rounds=args.rounds, commit=args.commit
         )
     return {**record, "options": args.options}
+
+
+def _warn(path: Path, record: dict[str, Any]) -> None:
+    from pyruntime.measure.records import void_reasons
+
+    if reasons := void_reasons(record):
+        print(f"pyruntime wall: {path} is void: {told(reasons)}", file=sys.stderr)
+
+
+def told(reasons: list[str]) -> str:
+    """Reasons in one line: the first, and how many more."""
+    more = f", and {len(reasons) - 1} more" if len(reasons) > 1 else ""
+    return f"{reasons[0]}{more}"
 
 
 def _check(args: argparse.Namespace) -> int:

@@ -24,9 +24,9 @@ SHORT = 64  # repetitions of a short launch, to see what an event costs
 
 
 class Hold:
-    """Keeps a stream busy for a while by copying device memory."""
+    """Keeps a stream busy for a while by copying device memory; the context must be current."""
 
-    _BYTES = 64 << 20
+    _BYTES = 128 << 20
 
     def __init__(self, stream: Stream) -> None:
         self._stream = stream
@@ -119,7 +119,10 @@ def _event_cost(
 
 
 def spans(stream: Stream, parts: Sequence[Callable[[], object]]) -> list[float]:
-    """Enqueues the parts with events around them and waits; milliseconds of each."""
+    """Enqueues the parts with events around them and waits; milliseconds of each.
+
+    The context must be current.
+    """
     events = [Event(stream.device) for _ in range(len(parts) + 1)]
     events[0].record(stream)
     for part, event in zip(parts, events[1:], strict=True):

@@ -112,7 +112,8 @@ def _copy_bandwidth(stream: Stream) -> float:
     def copy() -> None:
         stream.copy_on_device(array.ptr, array.ptr + COPY_BYTES, COPY_BYTES)
 
-    times = spans(stream, [copy] * (ROUNDS + 2))[2:]
+    with stream.device.current():
+        times = spans(stream, [copy] * (ROUNDS + 2))[2:]
     array.close()
     return 2 * COPY_BYTES / statistics.median(times) * 1e3
 

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
-import subprocess
 import zlib
-from html import unescape
 from pathlib import Path
 
 import pytest
+from browser import browse, layout
 
 from pyruntime.cli import main
 from pyruntime.cubin import nvdisasm
@@ -24,48 +22,6 @@ RECORD = {
     "work": {"flop": 1e9}, "peak": {"flop_per_s": 1e13},
     "counters": {"achieved_occupancy": 0.1, "bank_conflicts": 12345.0, "stall_mio": 0.36},
 }  # fmt: skip
-# What is wrong with the layout: text that leaves its figure or runs into other text, a page that
-# must be scrolled sideways.
-MEASURE = """<script>
-const wrong = [];
-const page = document.documentElement;
-if (page.scrollWidth > page.clientWidth) wrong.push(`page ${page.scrollWidth} wide`);
-for (const svg of document.querySelectorAll("svg")) {
-  const frame = svg.getBoundingClientRect();
-  const texts = [...svg.querySelectorAll("text")].map((t) => [t, t.getBoundingClientRect()]);
-  for (const [t, r] of texts) {
-    if (r.left < frame.left || r.right > frame.right + 1 || r.bottom > frame.bottom + 1)
-      wrong.push(`outside: ${t.textContent}`);
-    for (const [u, q] of texts)
-      if (t !== u && r.left < q.right && q.left < r.right && r.top < q.bottom && q.top < r.bottom)
-        wrong.push(`overlap: ${t.textContent} / ${u.textContent}`);
-  }
-}
-document.title = JSON.stringify({ figures: document.querySelectorAll("svg").length, wrong });
-</script>"""
-
-
-@pytest.fixture(scope="module")
-def chromium() -> str:
-    found = shutil.which("chromium")
-    if not found:
-        pytest.skip("chromium is not installed (.ci/run installs it: apt-get install chromium)")
-    return found
-
-
-def browse(chromium: str, profile: Path, page: Path, *options: str) -> str:
-    """What chromium prints about a page; it may reach no network."""
-    run = subprocess.run(
-        [
-            chromium, "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic",
-            "--no-first-run", "--disable-background-networking", "--disable-component-update",
-            "--disable-sync", "--disable-dev-shm-usage", "--hide-scrollbars",
-            "--host-resolver-rules=MAP * ~NOTFOUND", f"--user-data-dir={profile}",
-            "--window-size=1000,2600", *options, page.as_uri(),
-        ],
-        capture_output=True, text=True, timeout=120, check=True,
-    )  # fmt: skip
-    return run.stdout
 
 
 def written(tmp_path: Path, *options: str) -> Path:
@@ -99,13 +55,8 @@ def test_what_is_unknown_is_said(tmp_path: Path) -> None:
     assert "unknown (--record)" in text
 
 
-def test_the_layout_in_a_browser(chromium: str, full: Path, tmp_path: Path) -> None:
-    measured = tmp_path / "measured.html"
-    measured.write_text(full.read_text().replace("</body>", f"{MEASURE}</body>"))
-    dom = browse(chromium, tmp_path / "profile", measured, "--dump-dom")
-    title = re.search(r"<title>(.*?)</title>", dom)
-    assert title is not None
-    found = json.loads(unescape(title[1]))
+def test_the_layout_in_a_browser(full: Path, tmp_path: Path) -> None:
+    found = layout(full, tmp_path)
     try:
         nvdisasm.find()
         figures = 5
@@ -114,9 +65,9 @@ def test_the_layout_in_a_browser(chromium: str, full: Path, tmp_path: Path) -> N
     assert found == {"figures": figures, "wrong": []}
 
 
-def test_a_picture_in_a_browser(chromium: str, full: Path, tmp_path: Path) -> None:
+def test_a_picture_in_a_browser(full: Path, tmp_path: Path) -> None:
     png = tmp_path / "page.png"
-    browse(chromium, tmp_path / "profile", full, f"--screenshot={png}")
+    browse(full, tmp_path / "profile", f"--screenshot={png}")
     data = png.read_bytes()
     assert data[16:24] == (1000).to_bytes(4, "big") + (2600).to_bytes(4, "big")
     chunks, at = [], 8
