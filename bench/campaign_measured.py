@@ -97,6 +97,7 @@ def duel(records: Records) -> list[str]:
                     f"{c['visible']:.2f} % or more"
                 )
     lines += [f"- {gate['name']}: {gate['text']}" for gate in record["gates"]]
+    lines += [f"- {note}" for note in record["notes"]]
     lines += ["", "![wall times, pair by pair](images/campaign-ab.svg)", ""]
     return [*lines, *_raw(record), ""]
 
@@ -106,13 +107,13 @@ def _raw(record: Mapping[str, Any]) -> list[str]:
     for series, pairs in (("A, A", record["noise"]["pairs"]), ("A, B", record["pairs"])):
         for i, p in enumerate(pairs):
             times = [p[arm][kind] for kind in ("wall", "gpu") for arm in ("a", "b")]
-            clocks = [p[arm]["clock"] for arm in ("a", "b")]
+            clocks = [p[arm][key] for key in ("clock", "clock_after") for arm in ("a", "b")]
             rows.append(
                 [f"{series} {i + 1}", "second" if p["b_first"] else "first"]
                 + ["" if t is None else f"{t:.4f}" for t in times]
                 + ["" if c is None else f"{c:.0f}" for c in clocks]
             )
-    head = ["pair", "first was", "wall ms", "", "gpu ms", "", "MHz", ""]
+    head = ["pair", "first was", "wall ms", "", "gpu ms", "", "MHz before", "", "after", ""]
     return table(head, rows)
 
 

@@ -154,6 +154,8 @@ def _print(record: dict[str, Any]) -> None:
     for difference in record["resources"]:
         changed = ", ".join(f"{f} {x} -> {y}" for f, (x, y) in difference["fields"].items())
         print(f"  {difference['role']}: {difference['a']} -> {difference['b']}: {changed}")
+    for note in record["notes"]:
+        print(f"  {note}")
     for gate in record["gates"]:
         print(f"  {'ok  ' if gate['passed'] else 'FAIL'} {gate['name']}: {gate['text']}")
     bar = "cleared" if verdict["clears_bar"] else "not cleared"

@@ -116,6 +116,7 @@ def judge(seen: Measured, plan: Plan, options: Sequence[dict[str, Any]]) -> dict
         "identical_code": identical_code(*seen.facts),
         "resources": resources(*seen.facts),
         "faults": faults,
+        "notes": [note for note in [verdict.clock_note(seen.pairs)] if note],
         "verdict": outcome.record(),
     }
 

@@ -10,14 +10,16 @@ from typing import Protocol
 
 @dataclass(frozen=True)
 class Sample:
-    """One prefill: milliseconds for its caller, milliseconds on the GPU, SM clock in MHz after it.
+    """One prefill: milliseconds for its caller and on the GPU, SM clock in MHz before and after it.
 
-    What an arm cannot tell is None.
+    The clock before is the condition that the run met; the one after shows what the run's own power
+    did to it. What an arm cannot tell is None.
     """
 
     wall: float
     gpu: float | None
     clock: float | None
+    clock_after: float | None = None
 
 
 class Arm(Protocol):

@@ -52,16 +52,30 @@ def times(pairs: Sequence[Pair], alpha: float) -> Times:
 
 
 def clock_fault(pairs: Sequence[Pair]) -> str | None:
-    """Says so if A and B ran at different SM clocks."""
-    a = [p.a.clock for p in pairs if p.a.clock is not None]
-    b = [p.b.clock for p in pairs if p.b.clock is not None]
-    if not (a and b):
+    """Says so if A and B began at different SM clocks: then they did not meet the same device."""
+    found = _clocks([p.a.clock for p in pairs], [p.b.clock for p in pairs])
+    return found and f"A began at {found}"
+
+
+def clock_note(pairs: Sequence[Pair]) -> str | None:
+    """Says so if A and B ended at different SM clocks: one draws more power than the other.
+
+    That is an effect of the arm itself, paid in its time, so it voids nothing.
+    """
+    found = _clocks([p.a.clock_after for p in pairs], [p.b.clock_after for p in pairs])
+    return found and f"A ended at {found}: the power limit acts on them differently"
+
+
+def _clocks(a: Sequence[float | None], b: Sequence[float | None]) -> str | None:
+    """How medians that are too far apart differ; None if they are close, or unknown."""
+    known_a, known_b = ([x for x in clocks if x is not None] for clocks in (a, b))
+    if not (known_a and known_b):
         return None
-    median_a, median_b = statistics.median(a), statistics.median(b)
+    median_a, median_b = statistics.median(known_a), statistics.median(known_b)
     apart = 100 * abs(median_a - median_b) / min(median_a, median_b)
     if apart <= CLOCK_LIMIT:
         return None
-    return f"A ran at {median_a:.0f} MHz and B at {median_b:.0f}: {apart:.1f} % apart"
+    return f"{median_a:.0f} MHz and B at {median_b:.0f}, {apart:.1f} % apart"
 
 
 def decide(

@@ -65,13 +65,15 @@ class Worker:
         return facts | describe(self._engine, self._ids) if self._on_gpu else facts
 
     def run(self) -> dict[str, float | None]:
-        """One prefill: its `wall` and `gpu` milliseconds, and the SM `clock` in MHz after it."""
+        """One prefill: its `wall` and `gpu` milliseconds, the SM `clock` before and after in MHz."""
+        before = self._probe.mhz() if self._probe else None
         timings = self._engine.prefill(self._ids).timings
         gpu = timings.get("gpu")
         return {
             "wall": 1e3 * timings["wall"],
             "gpu": None if gpu is None else 1e3 * gpu,
-            "clock": self._probe.mhz() if self._probe else None,
+            "clock": before,
+            "clock_after": self._probe.mhz() if self._probe else None,
         }
 
     def launched(self) -> dict[str, int] | None:

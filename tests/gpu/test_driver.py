@@ -88,7 +88,7 @@ def test_plan_is_what_load_allocates() -> None:
 def test_a_failed_launch_names_kernel_grid_and_bytes(gpu: Any) -> None:
     (kernel,) = gpu.library.family("norm")
     params = dict.fromkeys((p.name for p in kernel.spec.params), 0)
-    launch = Launch(kernel, (3, 1, 1), {**params, "eps": 0.0})
+    launch = Launch(kernel, (3, 1, 1), {**params, "eps": 0.0}, "norm")
     launch.head = (*launch.head[:4], 4096, *launch.head[5:])  # more threads than a block can have
     from pyruntime.driver.program import Program
 

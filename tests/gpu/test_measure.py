@@ -31,7 +31,8 @@ def test_wall_accounts_for_every_launch(tmp_path: Path) -> None:
     assert main(command) == 0
     record = load_record(tmp_path / "w.json", "wall")
     assert all(s["launches"] == s["launches_expected"] for s in record["slices"])
-    assert all(0 < s["ms"] < 5 for s in record["slices"])
+    # One launch of a microsecond is less than an event's own cost is known to.
+    assert all(-0.01 < s["ms"] < 5 for s in record["slices"])
     assert 0 <= record["event_us"] < 10
     # Launches of a few microseconds: the events weigh more than in a long prefill's 2 %.
     total, busy = sum(s["ms"] for s in record["slices"]), np.median(record["busy_ms"])

@@ -13,7 +13,7 @@ import pytest
 from pyruntime.measure import gates, verdict
 from pyruntime.measure.paired import pairs_needed
 from pyruntime.measure.series import REGIMES, Pair, Regime, Sample, interleave
-from pyruntime.measure.verdict import Verdict, clock_fault, decide, times
+from pyruntime.measure.verdict import Verdict, clock_fault, clock_note, decide, times
 
 TRIALS, ALPHA = 200, 0.01
 REGIME = Regime(rest=0.03, warm_up=1.0)
@@ -155,7 +155,16 @@ def test_a_failed_gate_voids() -> None:
 def test_clocks_apart_are_a_fault() -> None:
     slow = [replace(p, b=replace(p.b, clock=1850.0)) for p in FASTER]
     assert clock_fault(FASTER) is None
-    assert clock_fault(slow) == "A ran at 1900 MHz and B at 1850: 2.7 % apart"
+    assert clock_fault(slow) == "A began at 1900 MHz and B at 1850, 2.7 % apart"
+    hot = [
+        replace(p, a=replace(p.a, clock_after=1660.0), b=replace(p.b, clock_after=1500.0))
+        for p in FASTER
+    ]
+    assert clock_fault(hot) is None
+    assert clock_note(hot) == (
+        "A ended at 1660 MHz and B at 1500, 10.7 % apart: the power limit acts on them differently"
+    )
+    assert clock_note(FASTER) is None
     assert clock_fault([replace(p, a=replace(p.a, clock=None)) for p in slow]) is None
 
 
