@@ -65,7 +65,7 @@ class Worker:
         return facts | describe(self._engine, self._ids) if self._on_gpu else facts
 
     def run(self) -> dict[str, float | None]:
-        """One prefill: its `wall` and `gpu` milliseconds, the SM `clock` before and after in MHz."""
+        """One prefill: `wall` and `gpu` milliseconds; SM `clock` before and after in MHz."""
         before = self._probe.mhz() if self._probe else None
         timings = self._engine.prefill(self._ids).timings
         gpu = timings.get("gpu")
