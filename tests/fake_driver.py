@@ -1,178 +1,149 @@
-"""A CUDA driver that computes nothing: memory is the host's, a launch only moves a clock.
+"""A CUDA driver made of host memory, for tests of everything around the kernels on any machine.
 
-Kernels are those of the installed cubins. It lets commands that time kernels run without a GPU; the
-times are made up, so nothing here tests a kernel.
+`FakeDriver` takes the place of the module `cuda.bindings.driver`. Device memory is host memory,
+copies are made at once, kernels do nothing (so logits are zeros). It counts all that can leak,
+notes misuse that a real driver would punish late or not at all, and fails where a test wants it to.
 """
 
 from __future__ import annotations
 
 import ctypes
+from collections import Counter, defaultdict
 from collections.abc import Callable
+from functools import partial
+from threading import get_ident
 from typing import Any
 
-import pytest
+import numpy as np
+from cuda.bindings import driver
 
 from pyruntime.cubin.installed import manifest
-from pyruntime.driver import api
 
-ATTRIBUTES = {
-    "MULTIPROCESSOR_COUNT": 132,
-    "MAX_SHARED_MEMORY_PER_BLOCK_OPTIN": 232448,
-    "MAX_SHARED_MEMORY_PER_MULTIPROCESSOR": 233472,
-    "RESERVED_SHARED_MEMORY_PER_BLOCK": 1024,
-    "MAX_THREADS_PER_MULTIPROCESSOR": 2048,
-    "PCI_DOMAIN_ID": 0,
-    "PCI_BUS_ID": 27,
-    "PCI_DEVICE_ID": 0,
-}
-FUNCTION = {"SHARED_SIZE_BYTES": 0, "MAX_THREADS_PER_BLOCK": 1024, "NUM_REGS": 64}
-ANYWHERE = ("cuInit", "cuDriver", "cuDevice", "cuCtx")  # calls that need no context
-EVENT_MS = 0.0012
-COPY_MS = 0.05
-MHZ = 1500
+INVALID_VALUE, OUT_OF_MEMORY = 1, 2
+MAKERS = {"cuModuleLoadData": "modules", "cuStreamCreate": "streams", "cuEventCreate": "events",
+          "cuMemAlloc": "arrays", "cuMemHostAlloc": "pinned"}  # fmt: skip
+ENDERS = {"cuModuleUnload": "modules", "cuStreamDestroy": "streams", "cuEventDestroy": "events",
+          "cuMemFree": "arrays", "cuMemFreeHost": "pinned"}  # fmt: skip
+ANSWERS = {  # of functions without a state
+    "cuDriverGetVersion": 13000, "cuDeviceGetCount": 1, "cuDeviceGetName": b"Made-up GPU\0",
+    "cuFuncLoad": None, "cuFuncSetAttribute": None, "cuOccupancyMaxActiveClusters": 60,
+    "cuTensorMapEncodeTiled": driver.CUtensorMap(), "cuLaunchKernel": None,
+    "cuLaunchKernelEx": None, "cuStreamSynchronize": None, "cuEventRecord": None,
+    "cuEventSynchronize": None, "cuEventElapsedTime": 1.0,
+}  # fmt: skip
+ATTRIBUTES = {  # of the device and of every kernel
+    "MAX_SHARED_MEMORY_PER_BLOCK_OPTIN": 232448, "MAX_SHARED_MEMORY_PER_MULTIPROCESSOR": 233472,
+    "RESERVED_SHARED_MEMORY_PER_BLOCK": 1024, "MULTIPROCESSOR_COUNT": 132,
+    "MAX_THREADS_PER_BLOCK": 1024, "SHARED_SIZE_BYTES": 0, "NUM_REGS": 64,
+}  # fmt: skip
+
+
+class StatusError(Exception):
+    """Ends a call with the CUresult of this number."""
 
 
 class FakeDriver:
-    """Stands in for the module `cuda.bindings.driver`.
+    """One device with 1 GiB of memory, of an architecture that the installed cubins are for.
 
     Attributes:
-        now: milliseconds that the GPU has worked.
-        launched: names of all launched kernels.
-        kernel_ms: how long a kernel takes, by name.
+        live: kind of thing -> handle or address -> its bytes (one byte where it needs none).
+        answers, attributes: ANSWERS and ATTRIBUTES; the driver is its own device and context.
+        fail: function name -> (calls that still succeed, code of the one that then fails).
+        lost: the code of a sticky error; while it is set, all but context pushes and pops fail.
+        hook: called with name and arguments before each call; what it raises, the caller gets.
+        calls: how often each function was called. misuse: what should not have happened.
     """
 
-    def __init__(self, kernel_ms: Callable[[str], float]) -> None:
-        from cuda.bindings import driver
+    total = 1 << 30
 
-        self._enums = driver
-        self._contexts = 0
-        self.kernel_ms = kernel_ms
-        self.now = 0.0
-        self.launched: list[str] = []
-        self._memory: dict[int, Any] = {}
+    def __init__(self) -> None:
+        self.live: dict[str, dict[int, np.ndarray]] = {kind: {} for kind in MAKERS.values()}
+        self.answers: dict[str, Any] = {**ANSWERS, "cuDeviceGet": self}
+        self.fail: dict[str, tuple[int, int]] = {}
+        self.lost = 0
+        self.hook: Callable[[str, tuple[Any, ...]], object] = lambda name, arguments: None
+        self.calls: Counter[str] = Counter()
+        self.misuse: list[str] = []
+        self._retained = 0
+        self._pushed: defaultdict[int, list[str]] = defaultdict(list)  # by thread
+        major, minor = divmod(int(manifest()["architectures"][0].rstrip("af")), 10)
+        capability = {"COMPUTE_CAPABILITY_MAJOR": major, "COMPUTE_CAPABILITY_MINOR": minor}
+        self.attributes = ATTRIBUTES | capability
 
-    def __getattribute__(self, name: str) -> Any:
-        """A call that needs a context fails without one, as it does in a driver."""
-        call = super().__getattribute__(name)
-        if name.startswith(ANYWHERE) or not name.startswith("cu") or self._contexts:
-            return call
-        return lambda *_: (self._enums.CUresult.CUDA_ERROR_INVALID_CONTEXT,)
+    def held(self) -> dict[str, int]:
+        """How many of each thing have not been given back; {} if all have."""
+        counts = {kind: len(things) for kind, things in self.live.items()}
+        counts |= {"contexts": self._retained, "pushes": sum(map(len, self._pushed.values()))}
+        return {kind: count for kind, count in counts.items() if count}
 
     def __getattr__(self, name: str) -> Any:
-        if not name.startswith("cu"):
-            return getattr(self._enums, name)
-        return lambda *_: (0,)  # whatever needs no answer
+        """Its calls; all else (enums, structs, `cuuint32_t`) comes from the bindings."""
+        is_call = name.startswith("cu") and name[2].isupper()
+        return partial(self._call, name) if is_call else getattr(driver, name)
 
-    def cuCtxPushCurrent(self, context: Any) -> Any:  # noqa: N802
-        self._contexts += 1
-        return (0,)
+    def _call(self, name: str, *arguments: Any) -> tuple[Any, ...]:
+        """Status and results, as the bindings return them."""
+        if any(a is not self for a in arguments if isinstance(a, FakeDriver)):
+            return (driver.CUresult(INVALID_VALUE),)  # garbage of a test that failed earlier
+        self.calls[name] += 1
+        self.hook(name, arguments)
+        try:
+            if not name.startswith("cuCtx"):
+                self._fail_if_due(name)
+            if not name.startswith(("cuCtx", "cuDevice", "cuDriver")):
+                self._require(self._pushed[get_ident()], f"{name} without a current context")
+            result = self._result(name, *arguments)
+        except StatusError as error:
+            return (driver.CUresult(*error.args),)
+        results = result if isinstance(result, tuple) else () if result is None else (result,)
+        return (driver.CUresult(0), *results)
 
-    def cuCtxPopCurrent(self) -> Any:  # noqa: N802
-        self._contexts -= 1
-        return 0, "context"
+    def _fail_if_due(self, name: str) -> None:
+        left, code = self.fail.pop(name, (0, 0))
+        if left:
+            self.fail[name] = (left - 1, code)
+        elif self.lost or code:
+            raise StatusError(self.lost or code)
 
-    def cuDeviceGetCount(self) -> Any:  # noqa: N802
-        return 0, 1
+    def _require(self, condition: object, otherwise: str) -> None:
+        if not condition:
+            self.misuse.append(otherwise)
+            raise StatusError(INVALID_VALUE)
 
-    def cuDriverGetVersion(self) -> Any:  # noqa: N802
-        return 0, 13000
-
-    def cuDeviceGet(self, ordinal: int) -> Any:  # noqa: N802
-        return 0, ordinal
-
-    def cuDevicePrimaryCtxRetain(self, device: int) -> Any:  # noqa: N802
-        return 0, "context"
-
-    def cuDeviceGetName(self, length: int, device: int) -> Any:  # noqa: N802
-        return 0, b"Made-up GPU\0"
-
-    def cuDeviceGetAttribute(self, attribute: Any, device: int) -> Any:  # noqa: N802
-        name = attribute.name.removeprefix("CU_DEVICE_ATTRIBUTE_")
-        built = manifest()["architectures"]
-        number = 90 if "90a" in built else int("".join(filter(str.isdigit, built[-1])))
-        computed = {
-            "COMPUTE_CAPABILITY_MAJOR": number // 10,
-            "COMPUTE_CAPABILITY_MINOR": number % 10,
-        }
-        return 0, (ATTRIBUTES | computed)[name]
-
-    def cuMemGetInfo(self) -> Any:  # noqa: N802
-        return 0, 16 << 30, 16 << 30
-
-    def cuMemAlloc(self, nbytes: int) -> Any:  # noqa: N802
-        memory = ctypes.create_string_buffer(nbytes)
-        self._memory[ctypes.addressof(memory)] = memory
-        return 0, ctypes.addressof(memory)
-
-    def cuMemHostAlloc(self, nbytes: int, flags: int) -> Any:  # noqa: N802
-        return self.cuMemAlloc(nbytes)
-
-    def cuMemFree(self, address: int) -> Any:  # noqa: N802
-        del self._memory[address]
-        return (0,)
-
-    cuMemFreeHost = cuMemFree  # noqa: N815
-
-    def cuMemcpyHtoD(self, dst: int, src: int, nbytes: int, stream: Any = None) -> Any:  # noqa: N802
-        ctypes.memmove(dst, src, nbytes)
-        return (0,)
-
-    cuMemcpyDtoH = cuMemcpyHtoDAsync = cuMemcpyDtoHAsync = cuMemcpyHtoD  # noqa: N815
-
-    def cuMemcpyDtoDAsync(self, dst: int, src: int, nbytes: int, stream: Any) -> Any:  # noqa: N802
-        self.now += COPY_MS  # what it holds is never looked at
-        return (0,)
-
-    def cuMemsetD8(self, dst: int, byte: int, nbytes: int) -> Any:  # noqa: N802
-        ctypes.memset(dst, byte, nbytes)
-        return (0,)
-
-    def cuModuleLoadData(self, data: bytes) -> Any:  # noqa: N802
-        return 0, "module"
-
-    def cuModuleGetFunction(self, module: Any, name: bytes) -> Any:  # noqa: N802
-        return 0, name.decode()
-
-    def cuFuncGetAttribute(self, attribute: Any, function: Any) -> Any:  # noqa: N802
-        return 0, FUNCTION[attribute.name.removeprefix("CU_FUNC_ATTRIBUTE_")]
-
-    def cuOccupancyMaxActiveClusters(self, function: Any, config: Any) -> Any:  # noqa: N802
-        return 0, 60
-
-    def cuTensorMapEncodeTiled(self, *shape: Any) -> Any:  # noqa: N802
-        return 0, self._enums.CUtensorMap()
-
-    def cuStreamCreate(self, flags: Any) -> Any:  # noqa: N802
-        return 0, 1
-
-    def cuEventCreate(self, flags: int) -> Any:  # noqa: N802
-        return 0, [0.0]
-
-    def cuEventRecord(self, event: list[float], stream: Any) -> Any:  # noqa: N802
-        self.now += EVENT_MS
-        event[0] = self.now
-        return (0,)
-
-    def cuEventElapsedTime(self, earlier: list[float], later: list[float]) -> Any:  # noqa: N802
-        return 0, later[0] - earlier[0]
-
-    def cuLaunchKernelEx(self, config: Any, function: str, *rest: Any) -> Any:  # noqa: N802
-        return self.cuLaunchKernel(function, *rest)
-
-    def cuLaunchKernel(self, function: str, *rest: Any) -> Any:  # noqa: N802
-        self.launched.append(function)
-        self.now += self.kernel_ms(function)
-        if function.startswith("clock"):
-            block = ctypes.c_uint64.from_address(rest[-2]).value
-            out = ctypes.c_uint64.from_address(block).value
-            (ctypes.c_int64 * 2).from_address(out)[:] = [200 * MHZ, 200_000]
-        return (0,)
-
-
-def install(
-    monkeypatch: pytest.MonkeyPatch, kernel_ms: Callable[[str], float] = lambda _: 0.01
-) -> FakeDriver:
-    """Replaces the driver for a test."""
-    driver = FakeDriver(kernel_ms)
-    monkeypatch.setattr(api, "bindings", lambda: driver)
-    return driver
+    def _result(self, name: str, *arguments: Any) -> Any:
+        match name.removesuffix("Async"), arguments:
+            case _ if name in self.answers:
+                return self.answers[name]
+            case _, (size, *_) if name in MAKERS:
+                nbytes = size if name.startswith("cuMem") else 1
+                if name == "cuMemAlloc" and nbytes > self._result("cuMemGetInfo")[0]:
+                    raise StatusError(OUT_OF_MEMORY)
+                thing = np.zeros(nbytes, np.uint8)
+                self.live[MAKERS[name]][thing.ctypes.data] = thing
+                return thing.ctypes.data
+            case _, (handle,) if name in ENDERS:
+                self._require(self.live[ENDERS[name]].pop(handle, None) is not None, f"bad {name}")
+            case "cuDeviceGetAttribute" | "cuFuncGetAttribute", (member, _):
+                return self.attributes[member.name.split("_ATTRIBUTE_")[1]]
+            case "cuModuleGetFunction", (_, kernel):
+                return kernel.decode()
+            case "cuDevicePrimaryCtxRetain", _:
+                self._retained += 1
+                return self
+            case "cuDevicePrimaryCtxRelease", _:
+                self._retained -= 1
+                self._require(self._retained > 0 or not self.held(), f"release with {self.held()}")
+            case "cuCtxPushCurrent", (context,):
+                self._require(self._retained > 0, "push of a released context")
+                self._pushed[get_ident()].append(context)
+            case "cuCtxPopCurrent", ():
+                return self._pushed[get_ident()].pop()
+            case "cuMemGetInfo", ():
+                return self.total - sum(a.nbytes for a in self.live["arrays"].values()), self.total
+            case "cuMemcpyHtoD" | "cuMemcpyDtoH" | "cuMemsetD8", (target, source, nbytes, *_):
+                at, arrays = source if "DtoH" in name else target, self.live["arrays"].items()
+                inside = any(a <= at <= a + array.nbytes - nbytes for a, array in arrays)
+                self._require(inside, f"{nbytes} bytes at {at:#x} are not inside of one array")
+                (ctypes.memset if "set" in name else ctypes.memmove)(target, source, nbytes)
+            case _:
+                raise NotImplementedError(f"{name}{arguments}")

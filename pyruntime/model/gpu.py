@@ -54,8 +54,10 @@ class Cache:
         device, config = owner.device, owner.config
         self.owner = owner
         shape = (config.layers, config.kv_heads, tokens, config.head_dim)
-        self.k = DeviceArray(device, shape, np.float16, what="K cache")
-        self.v = DeviceArray(device, shape, np.float16, what="V cache")
+        # In one statement: no frame of a failure's traceback keeps K when there is no room for V.
+        self.k, self.v = (
+            DeviceArray(device, shape, np.float16, what=f"{name} cache") for name in "KV"
+        )
         self.length = 0
 
     @property

@@ -30,8 +30,11 @@ class LiveBlock:
 
     def __init__(self, device: Device, max_tokens: int) -> None:
         nbytes = live_bytes(max_tokens)
-        self._block = DeviceArray(device, (nbytes,), np.uint8, what="live block")
-        self._host = PinnedBuffer(device, nbytes)
+        # In one statement: no frame of a failure's traceback keeps the first without the second.
+        self._block, self._host = (
+            DeviceArray(device, (nbytes,), np.uint8, what="live block"),
+            PinnedBuffer(device, nbytes),
+        )
         self.live = self._block.view(0, (4,), np.int32)
         self.rows = self._block.view(0, (1,), np.int32)
         self.wanted = self._block.view(8, (1,), np.int32)

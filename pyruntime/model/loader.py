@@ -9,12 +9,13 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from pyruntime.driver.device import Device
 from pyruntime.driver.library import Library
 from pyruntime.driver.memory import DeviceArray, PinnedBuffer
 from pyruntime.driver.program import Program
@@ -58,17 +59,16 @@ class _Chunk:
 
 
 class _Slot:
-    """A pinned buffer, its device twin, and the event after which both are free again."""
+    """A pinned buffer, its device twin, and the event after which both are free again.
 
-    def __init__(self, library: Library, nbytes: int) -> None:
-        self.pinned = PinnedBuffer(library.device, nbytes)
-        self.staging = DeviceArray(library.device, (nbytes,), np.uint8, what="staging buffer")
-        self.free = Event(library.device)
+    `resources` closes them.
+    """
 
-    def close(self) -> None:
-        self.pinned.close()
-        self.staging.close()
-        self.free.close()
+    def __init__(self, device: Device, nbytes: int, resources: ExitStack) -> None:
+        own = resources.enter_context
+        self.pinned = own(closing(PinnedBuffer(device, nbytes)))
+        self.staging = own(closing(DeviceArray(device, (nbytes,), np.uint8, what="staging buffer")))
+        self.free = own(closing(Event(device)))
 
 
 def load_matrices(
@@ -87,9 +87,8 @@ def load_matrices(
     """
     device = library.device
     slot_bytes = max([SLOT_BYTES, *(_row_bytes(part) for part in parts)])
-    stream = Stream(device)
-    overflow = DeviceArray(device, (1,), np.int32, what="overflow word")
-    overflow.upload(np.array([NO_OVERFLOW]))
+    resources = ExitStack()
+    stream = resources.enter_context(closing(Stream(device)))
     slots: list[_Slot] = []
     reads: deque[tuple[Future[None], _Slot, _Chunk]] = deque()
 
@@ -131,19 +130,19 @@ def load_matrices(
         for read, _, _ in reads:
             read.cancel()
         pool.shutdown(wait=True)  # nobody writes into the buffers any more
-        stream.synchronize()
-        for slot in slots:
-            slot.close()
-        overflow.close()
-        stream.close()
+        with resources:
+            stream.synchronize()
 
     with ThreadPoolExecutor(READERS, "pyruntime-read") as pool, device.current():
         try:
+            word = DeviceArray(device, (1,), np.int32, what="overflow word")
+            overflow = resources.enter_context(closing(word))
+            overflow.upload(np.array([NO_OVERFLOW]))
             for index, chunk in enumerate(_chunks(parts, slot_bytes)):
                 if len(reads) == SLOTS:
                     finish()
                 if len(slots) < SLOTS:
-                    slots.append(_Slot(library, slot_bytes))
+                    slots.append(_Slot(device, slot_bytes, resources))
                 slot = slots[index % SLOTS]
                 slot.free.synchronize()
                 out = slot.pinned.array[: chunk.nbytes].data

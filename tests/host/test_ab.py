@@ -8,9 +8,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import fake_driver
 import numpy as np
 import pytest
+import timed_driver
 from goldens import GOLDEN, prompts
 from pyruntime.tools.arms import ArmSpec, parse_arm, parse_options
 from pyruntime.tools.charts import pairs_svg
@@ -30,9 +30,9 @@ MODEL = str(GOLDEN / f"{TINY}.gguf")
 
 
 @pytest.fixture
-def driver(monkeypatch: pytest.MonkeyPatch) -> fake_driver.FakeDriver:
+def driver(monkeypatch: pytest.MonkeyPatch) -> timed_driver.TimedDriver:
     monkeypatch.setitem(REGIMES, "burst", Regime(rest=0.0, warm_up=0.0))
-    return fake_driver.install(monkeypatch)
+    return timed_driver.install(monkeypatch)
 
 
 def run(tmp_path: Path, *options: str, a: str = "default", b: str = "default") -> dict[str, Any]:
@@ -45,14 +45,14 @@ def run(tmp_path: Path, *options: str, a: str = "default", b: str = "default") -
 
 
 def test_two_option_sets_that_launch_the_same(
-    driver: fake_driver.FakeDriver, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    driver: timed_driver.TimedDriver, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     record = run(tmp_path, b="max_tokens=64")
     assert record["identical_code"] and record["resources"] == []
     assert "same machine code on the same grids, byte for byte" in capsys.readouterr().out
     assert len(record["pairs"]) == len(record["noise"]["pairs"]) == 9
     assert record["times"]["gpu"]["gain"] == pytest.approx(0, abs=1e-6)
-    assert record["pairs"][0]["a"]["clock"] == fake_driver.MHZ
+    assert record["pairs"][0]["a"]["clock"] == timed_driver.MHZ
     assert record["roles_ms"]["a"]["qkv"] == pytest.approx(0.02, abs=1e-4)
     assert [g["passed"] for g in record["gates"]] == [True, True]
     assert record["gates"][0]["figures"]["bitwise"]
@@ -64,7 +64,7 @@ def test_two_option_sets_that_launch_the_same(
 
 
 def test_a_launch_that_fails_voids(
-    driver: fake_driver.FakeDriver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    driver: timed_driver.TimedDriver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     runs = Worker.run
 
@@ -80,14 +80,14 @@ def test_a_launch_that_fails_voids(
 
 
 def test_nan_logits_void(
-    driver: fake_driver.FakeDriver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    driver: timed_driver.TimedDriver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(procedure.WorkerArm, "logits", lambda _: np.full(9, np.nan, np.float32))
     record = run(tmp_path)
     assert "void: parity gate: a logit is NaN" in record["verdict"]["rule"]
 
 
-def test_a_variant_that_never_launched_is_a_fault(driver: fake_driver.FakeDriver) -> None:
+def test_a_variant_that_never_launched_is_a_fault(driver: timed_driver.TimedDriver) -> None:
     arm = procedure.WorkerArm(
         lambda name, _: (
             {"launches": [["attention", "fast", [1]]]} if name == "facts" else {"slow": 3}
@@ -176,7 +176,9 @@ def test_a_design_that_can_see_nothing_is_refused(capsys: pytest.CaptureFixture[
     assert "5 pairs can never reach p <= 0.01" in capsys.readouterr().err
 
 
-def test_json_is_strict(driver: fake_driver.FakeDriver, capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_is_strict(
+    driver: timed_driver.TimedDriver, capsys: pytest.CaptureFixture[str]
+) -> None:
     main(["ab", "default", "default", MODEL, "--nt", "4", "--pairs", "8", "--json"])
     record = json.loads(capsys.readouterr().out, parse_constant=lambda name: pytest.fail(name))
     assert record["schema"] == "pyruntime.ab/1" and record["plan"]["pairs"] == 8

@@ -11,16 +11,20 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from fake_driver import FakeDriver
+from gguf_bytes import ARCH, U8, gguf, pair, tensor
 from goldens import GOLDEN, prompts
+from models import write_model
 
 from pyruntime.cli import COMMANDS
+from pyruntime.commands import doctor, info
 
 TINY = "tiny-llama-q4_k_m"
 MODEL = str(GOLDEN / f"{TINY}.gguf")
 IDS = ",".join(map(str, prompts(TINY)[0].ids))
 
 
-def run(*arguments: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
+def run(*arguments: str, stdin: str = "", **variables: str) -> subprocess.CompletedProcess[str]:
     """`pyruntime` in a process of its own, with every GPU hidden."""
     return subprocess.run(
         [sys.executable, "-P", "-m", "pyruntime", *arguments],
@@ -28,7 +32,7 @@ def run(*arguments: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
         capture_output=True,
         text=True,
         check=False,
-        env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
+        env={**os.environ, "CUDA_VISIBLE_DEVICES": "", **variables},
     )
 
 
@@ -80,6 +84,38 @@ def test_errors_have_one_line_and_a_code(arguments: tuple[str, ...], code: int, 
     assert "Traceback" not in done.stderr
 
 
+def test_max_tokens_does_not_limit_the_prompt() -> None:
+    done = run("prefill", MODEL, "--ids", "1,2,3", "--max-tokens", "2", "--json")
+    assert json.loads(done.stdout)["tokens"] == 3
+
+
+def test_rows_beyond_the_vocabulary_are_shown_without_a_text(tmp_path: Path) -> None:
+    """Models pad their embedding: this one has 48 rows for 4 tokens."""
+    vocabulary = {
+        "model": "gpt2", "pre": "qwen2", "tokens": ["a", "b", "ab", "d"], "merges": ["a b"],
+        "token_type": [1] * 4,
+    }  # fmt: skip
+    keys = {f"tokenizer.ggml.{key}": value for key, value in vocabulary.items()}
+    path = write_model(tmp_path / "m.gguf", set_keys=keys)
+    done = run("prefill", str(path), "abab", "--top", "48", "--device", "cpu", "--json")
+    shown = {entry["id"]: entry["token"] for entry in json.loads(done.stdout)["next"]}
+    assert (shown[2], shown[3], shown[4], shown[47]) == ("ab", "d", "", "")
+
+
+def test_names_in_a_file_cannot_drive_the_terminal(tmp_path: Path) -> None:
+    path = write_model(
+        tmp_path / "m.gguf",
+        set_keys={"general.name": "\x1b[31mred", "key\x1b]0;title\x07": 1},
+        set_tensors={"tensor\x1b[2J": np.zeros(3, np.float32)},
+    )
+    for done in (
+        run("info", str(path), "--tensors"),
+        run("prefill", str(path), "--ids", "1", "--device", "cpu"),
+    ):
+        assert done.returncode == 0 and "\\x1b[31mred" in done.stdout
+        assert "\x1b" not in done.stdout + done.stderr
+
+
 def test_generate_continues_greedily() -> None:
     prompt = prompts(TINY)[0]
     done = run("generate", MODEL, "--ids", IDS, "-n", "4", "--device", "cpu", "--json")
@@ -93,11 +129,105 @@ def test_info_is_strict_json() -> None:
     assert sum(record["types"].values()) == sum(t["bytes"] for t in record["tensors"])
 
 
+def test_info_of_many_unknown_types_is_quick(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tensors = tuple(tensor(f"t{i}", [1], 1000 + i, 0) for i in range(8000))
+    path = tmp_path / "m.gguf"
+    path.write_bytes(gguf(ARCH, tensors=tensors, data=32))
+    started = time.process_time()
+    assert info.main([str(path)]) == 0
+    assert time.process_time() - started < 1
+    assert "type 8999" in capsys.readouterr().out
+
+
+def test_info_of_a_long_key_is_short(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Every other key is padded to the width of the longest one that is shown."""
+    pairs = [pair("k" * 65000, U8, b"\1"), *(pair(f"k{i}", U8, b"\1") for i in range(2000))]
+    path = tmp_path / "m.gguf"
+    path.write_bytes(gguf(ARCH, *pairs))
+    assert info.main([str(path)]) == 0
+    assert max(map(len, capsys.readouterr().out.splitlines()[1:])) < 300
+
+
 def test_doctor_without_a_gpu() -> None:
     done = run("doctor", "--json")
     record = json.loads(done.stdout)
     assert done.returncode == 3 and record["devices"] == [] and record["missing"]
     assert record["cubins"]["architectures"]
+
+
+def test_doctor_of_a_device_that_does_not_answer(
+    driver: FakeDriver, capsys: pytest.CaptureFixture[str]
+) -> None:
+    driver.fail["cuDevicePrimaryCtxRetain"] = (0, 46)  # unavailable: in exclusive use
+    assert doctor.main([]) == 3
+    out = capsys.readouterr().out
+    assert "missing   cuda:0 does not answer: cuDevicePrimaryCtxRetain failed" in out
+    assert "cubins    sm_" in out
+
+
+def test_doctor_of_a_driver_that_is_too_old(
+    driver: FakeDriver, capsys: pytest.CaptureFixture[str]
+) -> None:
+    driver.answers["cuDriverGetVersion"] = 12040
+    assert doctor.main([]) == 1
+    assert "missing   the driver supports CUDA 12.4; the cubins" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "[]",
+        "[" * 100_000,
+        '{"schema": "pyruntime.cubins/1"}',
+        '{"schema": "pyruntime.cubins/1", "nvcc": "", "nvcc_version": "13.0", "flags": "", '
+        '"architectures": [90]}',
+    ],
+    ids=["empty", "a list", "deep", "too little", "numbers"],
+)
+def test_doctor_of_a_manifest_that_is_none(
+    driver: FakeDriver,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    text: str,
+) -> None:
+    (tmp_path / "manifest.json").write_text(text)
+    monkeypatch.setenv("PYRUNTIME_CUBINS", str(tmp_path))
+    assert doctor.main([]) == 1
+    out = capsys.readouterr().out
+    assert "Made-up GPU, sm_" in out and f"missing   {tmp_path / 'manifest.json'}: " in out
+
+
+@pytest.mark.parametrize("level", ["nonsense", "10"])
+def test_a_log_level_that_is_none(level: str) -> None:
+    done = run("info", MODEL, PYRUNTIME_LOG=level)
+    assert done.returncode == 2
+    assert done.stderr.startswith(f"pyruntime info: PYRUNTIME_LOG={level}: ")
+    assert done.stderr.count("\n") == 1
+
+
+def test_an_empty_log_level_is_the_usual_one() -> None:
+    done = run("info", MODEL, PYRUNTIME_LOG="")
+    assert done.returncode == 0 and done.stderr == ""
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_help_into_a_pipe_that_nobody_reads(unbuffered: str) -> None:
+    """It fails in `print`, or only when what is buffered is written."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = subprocess.run(
+        [sys.executable, "-P", "-m", "pyruntime.cli", "--help"],
+        stdout=writer,
+        stderr=subprocess.PIPE,
+        check=False,
+        env={**os.environ, "PYTHONUNBUFFERED": unbuffered},
+    )
+    os.close(writer)
+    assert done.returncode == 0 and done.stderr == b""
 
 
 @pytest.mark.parametrize("command", ["", *COMMANDS])

@@ -157,6 +157,13 @@ def test_numbers_that_are_not_finite_and_positive(tmp_path: Path, key: str, valu
     )
 
 
+@pytest.mark.parametrize("eps", [1e300, 1e-300, 1.0])
+def test_an_epsilon_that_float32_or_sense_excludes(tmp_path: Path, eps: float) -> None:
+    key = "attention.layer_norm_rms_epsilon"
+    path = write_model(tmp_path / "m.gguf", set_keys={f"*.{key}": np.float64(eps)})
+    refused(path, f"key 'llama.{key}': is {eps}")
+
+
 @pytest.mark.parametrize(
     ("extra", "parts"),
     [
@@ -314,6 +321,16 @@ def test_old_and_new_names_of_linear_scaling(tmp_path: Path) -> None:
     ):
         rope = config_of(write_model(tmp_path / "m.gguf", set_keys=extra)).rope
         assert (rope.scaling, rope.factor) == ("linear", 4.0)
+
+
+@pytest.mark.parametrize(("key", "value"), [("beta_fast", 1e308), ("beta_slow", 5e-324)])
+def test_yarn_of_no_usable_frequencies(tmp_path: Path, key: str, value: float) -> None:
+    """Each number is finite and positive; what comes of them is not."""
+    yarn = {"*.rope.scaling.type": "yarn", "*.rope.scaling.factor": 4.0}
+    path = write_model(
+        tmp_path / "m.gguf", set_keys={**yarn, f"*.rope.scaling.yarn_{key}": np.float64(value)}
+    )
+    refused(path, "rope.scaling.yarn_beta_fast", "no usable frequencies")
 
 
 def test_llama3_frequency_factors(tmp_path: Path) -> None:

@@ -5,14 +5,19 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 import struct
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
+from fake_driver import FakeDriver
 
 from pyruntime.cubin.spec import KernelSpec, Param
 from pyruntime.driver import api
+from pyruntime.driver.device import Device
 from pyruntime.driver.library import Kernel
+from pyruntime.driver.memory import DeviceArray
 from pyruntime.driver.program import Program
 from pyruntime.driver.stream import Stream
 from pyruntime.errors import CudaError
@@ -144,3 +149,26 @@ def test_a_launch_has_the_role_of_its_block_or_its_family() -> None:
         program.add(KERNEL, grid=1, **params)
     program.add(KERNEL, grid=1, **params)
     assert [launch.role for launch in program.launches] == ["demo", "qkv", "demo"]
+
+
+@pytest.mark.parametrize(
+    ("write", "call"),
+    [
+        (lambda array: array.upload(np.ones(4)), "cuMemcpyHtoD"),
+        (lambda array: array.fill(1), "cuMemsetD8"),
+    ],
+    ids=["upload", "fill"],
+)
+def test_what_is_written_is_there_before_any_stream_reads_it(
+    driver: FakeDriver, write: Callable[[DeviceArray], object], call: str
+) -> None:
+    """Streams that do not block do not wait for the default stream, where both happen."""
+    called: list[str] = []
+    device = Device(0)
+    array = DeviceArray(device, (4,), np.float32)
+    driver.hook = lambda name, arguments: called.append(name)
+    write(array)
+    assert "cuStreamSynchronize" in called[called.index(call) :]
+    array.close()
+    device.close()
+    assert driver.held() == {}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from inspect import signature
+
 import numpy as np
 import pytest
 from goldens import GOLDEN, prompts
@@ -74,6 +76,8 @@ def test_too_long_a_prompt_changes_nothing(engine: Engine) -> None:
         {"graphs": "on"},
         {"device": "tpu"},
         {"max_tokens": 0},
+        {"max_tokens": 1.5},
+        {"kv_tokens": "64"},
     ],
 )
 def test_options_that_do_not_exist_are_refused(option: dict[str, object]) -> None:
@@ -84,6 +88,21 @@ def test_options_that_do_not_exist_are_refused(option: dict[str, object]) -> Non
 def test_numpy_launches_nothing(engine: Engine) -> None:
     engine.prefill([1])
     assert engine.launches() == {}
+
+
+@pytest.mark.parametrize("option", [{"memory_budget": 1}, {"stream": 3}])
+def test_options_without_effect_on_the_cpu_are_refused(option: dict[str, int]) -> None:
+    with pytest.raises(ValueError, match=rf"{next(iter(option))}.* for a GPU"):
+        Engine.load(PATH, device="cpu", **option)
+
+
+def test_the_cache_behind_the_engine_grows_with_the_prompt(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("pyruntime.engine.MAX_TOKENS", 4)
+    with Engine.load(PATH, device="cpu", max_tokens=2) as engine:
+        assert engine.kv_tokens == 4
+        assert engine.prefill([1] * 9, logits="all").logits.shape == (9, engine.config.vocab)
 
 
 def test_a_device_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -111,3 +130,12 @@ def test_plan_counts_every_weight_once() -> None:
         expected += file.tensors["token_embd.weight"].nbytes
     assert c.tied and plan["weights"] == expected
     assert plan["kv_cache"] == 2 * 2 * c.layers * c.kv_heads * 16 * c.head_dim
+
+
+def test_plan_takes_the_options_of_load() -> None:
+    load, plan = (set(signature(f).parameters) for f in (Engine.load, Engine.plan))
+    assert load - plan == {"progress"} and plan <= load
+    options = {"device": "cuda:0", "weights": "fp16", "graphs": "off", "memory_budget": 1}
+    assert Engine.plan(PATH, **options) == Engine.plan(PATH)
+    with pytest.raises(ValueError, match="weights"):
+        Engine.plan(PATH, weights="int8")

@@ -9,52 +9,28 @@ import tracemalloc
 from pathlib import Path
 
 import pytest
+from gguf_bytes import (
+    ARCH,
+    ARRAY,
+    BOOL,
+    F32,
+    Q4_0,
+    Q4_K,
+    STRING,
+    U8,
+    U32,
+    U64,
+    gguf,
+    pair,
+    string,
+    tensor,
+    u32,
+    u64,
+)  # fmt: skip
 
 from pyruntime.errors import GGUFError
 from pyruntime.gguf import GGUFFile
 
-U8, U32, F32, BOOL, STRING, ARRAY, U64 = 0, 4, 6, 7, 8, 9, 10
-Q4_0, Q4_K = 2, 12
-
-
-def u32(value: int) -> bytes:
-    return struct.pack("<I", value)
-
-
-def u64(value: int) -> bytes:
-    return struct.pack("<Q", value)
-
-
-def string(text: str | bytes) -> bytes:
-    text = text.encode() if isinstance(text, str) else text
-    return u64(len(text)) + text
-
-
-def pair(key: str | bytes, type_id: int, value: bytes) -> bytes:
-    return string(key) + u32(type_id) + value
-
-
-def tensor(name: str, dims: list[int], type_id: int, offset: int) -> bytes:
-    shape = b"".join(map(u64, dims))
-    return string(name) + u32(len(dims)) + shape + u32(type_id) + u64(offset)
-
-
-def gguf(
-    *pairs: bytes,
-    tensors: tuple[bytes, ...] = (),
-    data: int = 0,
-    version: int = 3,
-    n_tensors: int | None = None,
-    n_keys: int | None = None,
-) -> bytes:
-    """A file of these parts, padded to 32 bytes if it has tensors, then `data` zero bytes."""
-    counts = u64(len(tensors) if n_tensors is None else n_tensors)
-    counts += u64(len(pairs) if n_keys is None else n_keys)
-    header = b"GGUF" + u32(version) + counts + b"".join(pairs) + b"".join(tensors)
-    return header + (bytes(-len(header) % 32) + bytes(data) if tensors else b"")
-
-
-ARCH = pair("general.architecture", STRING, string("llama"))
 KEY_AT = 24 + len(ARCH)  # offset of what follows the first pair
 
 
@@ -301,6 +277,13 @@ def test_string_of_1e9_in_sparse_file(tmp_path: Path) -> None:
 def test_counts_at_the_limit_in_sparse_file(tmp_path: Path) -> None:
     start = gguf(n_tensors=1 << 16, n_keys=1 << 16)
     assert "key 0 of 65536" in refusal(sparse(tmp_path / "s.gguf", start, 10**9))
+
+
+def test_a_count_of_shards_that_the_file_does_not_confirm(tmp_path: Path) -> None:
+    """Nobody looks for the other 99,998."""
+    path = tmp_path / "m-00001-of-99999.gguf"
+    path.write_bytes(gguf(ARCH))
+    assert "key 'split.count': is missing" in refusal(path)
 
 
 def test_directory_pipe_device_and_loop(tmp_path: Path) -> None:

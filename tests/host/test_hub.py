@@ -6,6 +6,7 @@ import errno
 import hashlib
 import json
 import os
+import pwd
 import subprocess
 import sys
 import threading
@@ -158,6 +159,19 @@ def test_a_relative_cache_home_does_not_count(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setenv("HOME", "/home/someone")
     folder = hub._target(hub._KNOWN["smollm2"]).parent
     assert folder == Path("/home/someone/.cache/pyruntime/models")
+
+
+def test_no_home_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A container may run under a user that it does not know."""
+
+    def unknown(user: int) -> None:
+        raise KeyError(user)
+
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.delenv("HOME", raising=False)
+    monkeypatch.setattr(pwd, "getpwuid", unknown)
+    with pytest.raises(DownloadError, match="set XDG_CACHE_HOME"):
+        hub.cached("smollm2")
 
 
 def test_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

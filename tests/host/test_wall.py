@@ -10,8 +10,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import fake_driver
 import pytest
+import timed_driver
 from browser import browse, layout
 from goldens import GOLDEN
 from pyruntime.tools.charts import wall_svg
@@ -37,16 +37,16 @@ def kernel_ms(name: str) -> float:
 
 
 @pytest.fixture
-def driver(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> fake_driver.FakeDriver:
+def driver(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> timed_driver.TimedDriver:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setitem(REGIMES, "burst", Regime(rest=0.0, warm_up=0.0))
     monkeypatch.setattr(roofline, "SIDE", 256)
     monkeypatch.setattr(roofline, "COPY_BYTES", 1 << 20)
-    return fake_driver.install(monkeypatch, kernel_ms)
+    return timed_driver.install(monkeypatch, kernel_ms)
 
 
 @pytest.fixture
-def record(driver: fake_driver.FakeDriver, tmp_path: Path) -> Iterator[dict[str, Any]]:
+def record(driver: timed_driver.TimedDriver, tmp_path: Path) -> Iterator[dict[str, Any]]:
     """A wall of the tiny model, saved as w.json and shown as w.html, .png, .trace.json."""
     command = ["wall", MODEL, "--nt", str(NT), "--rounds", "3", "--save", str(tmp_path / "w")]
     assert main(command) == 0
@@ -64,8 +64,8 @@ def test_times_land_in_their_roles(record: dict[str, Any]) -> None:
         assert slices[role]["launches"] == slices[role]["launches_expected"] == count
         assert slices[role]["ms"] == pytest.approx(count * TIMES[family], abs=1e-4)
     assert sum(s["share"] for s in record["slices"]) == pytest.approx(1)
-    assert record["event_us"] == pytest.approx(1e3 * fake_driver.EVENT_MS, rel=0.03)
-    assert record["sm_mhz"] == fake_driver.MHZ
+    assert record["event_us"] == pytest.approx(1e3 * timed_driver.EVENT_MS, rel=0.03)
+    assert record["sm_mhz"] == timed_driver.MHZ
     assert {c["name"]: c["passed"] for c in record["checks"]} == dict.fromkeys(
         ("launches", "sum", "gap", "finite"), True
     )
@@ -132,7 +132,7 @@ def test_a_record_of_other_code_is_void(
 
 
 def test_launches_that_the_graph_lacks_fail_by_name(
-    driver: fake_driver.FakeDriver,
+    driver: timed_driver.TimedDriver,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -189,7 +189,7 @@ def test_the_graph_of_a_7b_model_is_the_published_one() -> None:
     assert "gather" not in expected_work(qwen2_7b(), 1, 2016)
 
 
-def test_the_roofline_is_measured_once(driver: fake_driver.FakeDriver, tmp_path: Path) -> None:
+def test_the_roofline_is_measured_once(driver: timed_driver.TimedDriver, tmp_path: Path) -> None:
     from pyruntime.driver.device import Device
     from pyruntime.driver.library import Library
 
@@ -241,7 +241,7 @@ def test_without_a_gpu_it_says_what_it_needs(
     "arguments",
     [["--from", "/no/such.json"], ["--check", __file__], [MODEL, "--nt", "8", "--options", "x"]],
 )
-def test_bad_input(arguments: list[str], driver: fake_driver.FakeDriver) -> None:
+def test_bad_input(arguments: list[str], driver: timed_driver.TimedDriver) -> None:
     assert main(["wall", *arguments]) == 2
 
 

@@ -1,0 +1,197 @@
+"""Engines from load to close on a fake driver: nothing leaks, and failures are named and kept."""
+
+from __future__ import annotations
+
+import gc
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from fake_driver import INVALID_VALUE, MAKERS, OUT_OF_MEMORY, FakeDriver
+from goldens import GOLDEN
+
+from pyruntime import Engine
+from pyruntime.errors import CudaError, EngineError, GGUFError, OutOfMemoryError
+from pyruntime.model import loader
+
+MODEL = GOLDEN / "tiny-llama-q8_0.gguf"
+ILLEGAL_ADDRESS, TOO_MANY_RESOURCES = 700, 701  # CUresult: the first loses the context
+
+Load = Callable[..., Engine]
+
+
+def on_call(name: str, action: Callable[[], object]) -> Callable[[str, tuple[Any, ...]], object]:
+    """A hook that acts before every call of the driver function `name`."""
+    return lambda called, arguments: action() if called == name else None
+
+
+# Loading
+
+MAKING_OR_FILLING = (
+    *MAKERS, "cuModuleGetFunction", "cuFuncSetAttribute", "cuMemcpyHtoDAsync", "cuLaunchKernel"
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("function", "code"),
+    [(name, INVALID_VALUE) for name in MAKING_OR_FILLING] + [("cuMemAlloc", OUT_OF_MEMORY)],
+)
+def test_a_failed_load_keeps_nothing(
+    driver: FakeDriver, load: Load, function: str, code: int
+) -> None:
+    """Not even as long as its exception is kept, as an interactive session does."""
+    load().close()
+    calls = driver.calls[function]
+    for succeeding in {*range(0, calls, calls // 10 or 1), calls - 1}:
+        driver.fail[function] = (succeeding, code)
+        with pytest.raises((CudaError, OutOfMemoryError)) as kept:
+            load()
+        assert driver.held() == {}, kept.value
+        assert driver.fail == {}
+
+
+def test_an_interrupted_load_keeps_nothing(driver: FakeDriver, load: Load) -> None:
+    def interrupt(nbytes: int) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt) as kept:
+        load(progress=interrupt)
+    assert driver.held() == {}, kept.value
+
+
+def test_a_file_that_shrinks_during_its_load(
+    driver: FakeDriver, load: Load, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loader, "SLOT_BYTES", 4096)
+    path = shutil.copy(MODEL, tmp_path / "m.gguf")
+    with pytest.raises(GGUFError, match=r"m\.gguf: byte \d+: tensor ") as kept:
+        load(model=path, progress=lambda nbytes: os.truncate(path, 20_000))
+    assert driver.held() == {}, kept.value
+
+
+def test_the_first_failure_of_a_load_is_the_one_reported(driver: FakeDriver, load: Load) -> None:
+    driver.hook = on_call("cuLaunchKernel", lambda: setattr(driver, "lost", ILLEGAL_ADDRESS))
+    with pytest.raises(CudaError, match=r"cuLaunchKernel failed: .*kernel dequant"):
+        load()
+
+
+def test_a_failure_to_free_does_not_hide_why_a_load_failed(driver: FakeDriver, load: Load) -> None:
+    driver.cuDevicePrimaryCtxRetain(0)  # somebody else's, so that the context stays
+    driver.fail = {"cuLaunchKernel": (0, INVALID_VALUE), "cuModuleUnload": (0, INVALID_VALUE)}
+    with pytest.raises(CudaError, match="cuLaunchKernel failed"):
+        load()
+    assert driver.fail == {}
+
+
+# Closing
+
+
+def test_close_gives_everything_back(driver: FakeDriver, load: Load) -> None:
+    engine = load()
+    cache = engine.new_cache(100)
+    engine.prefill([1] * 64)
+    engine.prefill([1, 2], cache=cache)
+    cache.close()
+    engine.close()
+    engine.close()
+    assert driver.held() == {}
+
+
+def test_a_dropped_engine_gives_everything_back(driver: FakeDriver, load: Load) -> None:
+    engine = load()
+    engine.prefill([1])
+    del engine
+    gc.collect()
+    assert driver.held() == {}
+
+
+def test_results_and_caches_outlive_their_engine(driver: FakeDriver, load: Load) -> None:
+    with load() as engine:
+        result, cache = engine.prefill([1, 2]), engine.new_cache(8)
+    assert np.asarray(result.logits).shape == (1, engine.config.vocab)
+    assert driver.held() == {"arrays": 3, "contexts": 1}
+    cache.close()
+    del result
+    gc.collect()
+    assert driver.held() == {}
+
+
+def test_one_part_that_cannot_be_freed_keeps_no_other(driver: FakeDriver, load: Load) -> None:
+    driver.cuDevicePrimaryCtxRetain(0)  # somebody else's, so that the context stays
+    engine = load()
+    driver.fail["cuEventDestroy"] = (0, INVALID_VALUE)
+    with pytest.raises(CudaError, match="cuEventDestroy"):
+        engine.close()
+    assert driver.held() == {"events": 1, "contexts": 1}
+
+
+def test_closing_is_quiet_when_somebody_else_lost_the_context(
+    driver: FakeDriver, load: Load
+) -> None:
+    engine = load()
+    driver.lost = ILLEGAL_ADDRESS
+    engine.close()
+    assert driver.calls["cuStreamDestroy"] > 0
+
+
+# Failures in use
+
+
+def test_a_lost_context_is_remembered_wherever_it_shows(driver: FakeDriver, load: Load) -> None:
+    engine = load()
+    driver.lost = ILLEGAL_ADDRESS
+    with pytest.raises(CudaError):
+        engine.new_cache(4)
+    driver.lost = 0
+    with pytest.raises(EngineError, match="lost by an earlier failure: cuMemGetInfo failed"):
+        engine.prefill([1])
+
+
+def test_a_context_lost_by_a_failed_pass_is_remembered(driver: FakeDriver, load: Load) -> None:
+    """The launch that fails is not what lost it: that shows when the rest is waited for."""
+    engine = load()
+    driver.fail["cuLaunchKernel"] = (5, TOO_MANY_RESOURCES)
+    lose = on_call("cuStreamSynchronize", lambda: setattr(driver, "lost", ILLEGAL_ADDRESS))
+    driver.hook = lose
+    with pytest.raises(CudaError, match="cuLaunchKernel failed"):
+        engine.prefill([1])
+    with pytest.raises(EngineError, match="lost by an earlier failure: cuStreamSynchronize failed"):
+        engine.prefill([1])
+
+
+def test_an_interrupted_pass_is_waited_for(driver: FakeDriver, load: Load) -> None:
+    """Its kernels read the live block, which the next pass writes."""
+    engine = load()
+    cache = engine.new_cache(64)
+    called: list[str] = []
+
+    def interrupt(name: str, arguments: tuple[Any, ...]) -> None:
+        if name in ("cuLaunchKernel", "cuStreamSynchronize"):
+            called.append(name)
+            if len(called) == 5:
+                raise KeyboardInterrupt
+
+    driver.hook = interrupt
+    with pytest.raises(KeyboardInterrupt):
+        engine.prefill([1, 2], cache=cache)
+    assert called == ["cuLaunchKernel"] * 5 + ["cuStreamSynchronize"]
+    assert cache.length == 0
+
+
+@pytest.mark.parametrize("code", [INVALID_VALUE, OUT_OF_MEMORY])
+def test_a_cache_that_cannot_be_made_keeps_nothing(
+    driver: FakeDriver, load: Load, code: int
+) -> None:
+    """There is room for K and none for V, and the exception is kept."""
+    engine = load()
+    before = driver.held()
+    driver.fail["cuMemAlloc"] = (1, code)
+    with pytest.raises((CudaError, OutOfMemoryError)) as kept:
+        engine.new_cache(8)
+    assert driver.held() == before, kept.value
+    engine.close()
+    assert driver.held() == {}

@@ -1,0 +1,165 @@
+"""Caches of others, many threads, forked processes: what one engine serves, and what it refuses."""
+
+from __future__ import annotations
+
+import multiprocessing
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+from fake_driver import FakeDriver
+
+from pyruntime import Engine
+from pyruntime.errors import EngineError, OutOfMemoryError
+from pyruntime.model.live import LiveBlock
+
+Load = Callable[..., Engine]
+
+
+def test_a_closed_cache_is_refused(load: Load) -> None:
+    engine = load()
+    cache = engine.new_cache(8)
+    cache.close()
+    with pytest.raises(ValueError, match="cache has been closed"):
+        engine.prefill([1], cache=cache)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda:0"])
+@pytest.mark.parametrize("length", [-5, 65, 2.0])
+def test_a_length_that_cannot_be_is_refused(load: Load, device: str, length: Any) -> None:
+    engine = load(device=device)
+    cache = engine.new_cache(64)
+    cache.length = length
+    with pytest.raises(ValueError, match=f"the cache's length is {length}"):
+        engine.prefill([1, 2, 3], cache=cache)
+
+
+@pytest.mark.parametrize("other", ["cpu", "cuda:0"])
+@pytest.mark.parametrize("device", ["cpu", "cuda:0"])
+def test_a_cache_of_another_engine_is_refused(load: Load, device: str, other: str) -> None:
+    cache = load(device=other).new_cache(8)
+    with pytest.raises(ValueError, match="belongs to another model"):
+        load(device=device).prefill([1], cache=cache)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda:0"])
+@pytest.mark.parametrize("tokens", [10**9, 10**12, 2**60])
+def test_a_cache_beyond_all_memory_is_refused_at_once(
+    driver: FakeDriver, load: Load, device: str, tokens: int
+) -> None:
+    """Before anything of its size is made, such as rotary tables on the host."""
+    engine = load(device=device)
+    allocations = driver.calls["cuMemAlloc"]
+    with pytest.raises(OutOfMemoryError, match=r"[\d,]{13,} bytes .*[\d,]{9,}"):
+        engine.new_cache(tokens)
+    assert driver.calls["cuMemAlloc"] == allocations
+
+
+def test_logits_of_many_passes_do_not_pile_up_on_the_device(driver: FakeDriver, load: Load) -> None:
+    engine = load(max_tokens=4)
+    engine.prefill([1])
+    most, before = 0, driver.held()["arrays"]
+
+    def count(name: str, arguments: tuple[Any, ...]) -> None:
+        nonlocal most
+        most = max(most, driver.held()["arrays"])
+
+    driver.hook = count
+    logits = engine.prefill([1] * 60, logits="all").logits
+    assert logits.shape == (60, engine.config.vocab)
+    assert most <= before + 2
+
+
+# Threads and processes
+
+
+@pytest.fixture
+def hasty_threads() -> Iterator[None]:
+    """Threads take turns as often as they can."""
+    usual = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    yield
+    sys.setswitchinterval(usual)
+
+
+def run_threads(*targets: Callable[[], object]) -> None:
+    threads = [threading.Thread(target=target) for target in targets]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
+@pytest.mark.usefixtures("hasty_threads")
+def test_threads_share_an_engine_without_a_cache_on_the_cpu(load: Load) -> None:
+    """Their prompts all go through the one cache behind the engine."""
+    engine = load(device="cpu")
+    random = np.random.default_rng(0)
+    prompts = [random.integers(0, engine.config.vocab, n) for n in (50, 20)]
+    expected = [engine.prefill(prompt).logits for prompt in prompts]
+    errors: list[float] = []
+
+    def work(prompt: np.ndarray, logits: np.ndarray) -> None:
+        for _ in range(15):
+            errors.append(float(np.abs(engine.prefill(prompt).logits - logits).max()))
+
+    run_threads(*(partial(work, *pair) for pair in zip(prompts, expected, strict=True)))
+    assert len(errors) == 30 and max(errors) < 1e-4
+
+
+@pytest.mark.usefixtures("hasty_threads")
+def test_threads_share_an_engine_without_a_cache_on_a_gpu(
+    load: Load, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each prompt's passes start where its last one ended, and nobody else's come between."""
+    engine = load()
+    starts: list[int] = []
+    upload = LiveBlock.upload
+
+    def noted(block: LiveBlock, *arguments: Any, start: int, **others: Any) -> None:
+        starts.append(start)
+        upload(block, *arguments, start=start, **others)
+
+    monkeypatch.setattr(LiveBlock, "upload", noted)
+    run_threads(*[lambda: [engine.prefill([1] * 64) for _ in range(20)]] * 3)
+    assert starts == [0, 16, 32, 48] * 60
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
+def test_a_child_forked_during_a_pass_is_refused_and_does_not_hang(
+    driver: FakeDriver, load: Load
+) -> None:
+    """It inherits a lock whose owner is a thread that it does not have."""
+    engine = load()
+    inside, over = threading.Event(), threading.Event()
+    parent = threading.Thread(target=engine.prefill, args=([1, 2],))
+
+    def stay(name: str, arguments: tuple[Any, ...]) -> None:
+        if name == "cuStreamSynchronize":
+            inside.set()
+            over.wait(60)
+
+    def child() -> None:
+        engine.close()
+        with pytest.raises(EngineError, match="belongs to the parent process"):
+            engine.prefill([1])
+        with pytest.raises(EngineError, match="belongs to the parent process"):
+            engine.new_cache(1)
+
+    driver.hook = stay
+    parent.start()
+    try:
+        assert inside.wait(60)
+        process = multiprocessing.get_context("fork").Process(target=child)
+        process.start()
+        process.join(5)
+        process.kill()  # if it hangs
+        process.join()
+        assert process.exitcode == 0
+    finally:
+        over.set()
+        parent.join()
