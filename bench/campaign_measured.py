@@ -56,7 +56,10 @@ def _variant(records: Records, known: Mapping[str, Any]) -> list[str]:
         str(figures.get("blocks", "")),
         *(f"{rows[nt]['attention_ms']:.4f}" if nt in rows else "" for nt in TOKENS),
         f"{100 * at_nt['share']:.2f} %" if at_nt else "",
-        f"{against['times']['wall']['gain']:+.2f} %" if against and against["times"] else "",
+        # A void series has raw values on record, but no gain to quote.
+        f"{against['times']['wall']['gain']:+.2f} %"
+        if against and against["times"] and not against["faults"]
+        else "",
         "base" if name == BASE else against["verdict"]["outcome"] if against else "",
         f"{known['published_bytes']:,}" if "published_bytes" in known else "",
         str(known.get("blocks", "")),

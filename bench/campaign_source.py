@@ -20,16 +20,18 @@ def carried_over(records: Mapping[str, Any], history: Sequence[Mapping[str, Any]
     for known in history:
         design = read_geometry(GEOMETRIES / f"{known['geometry']}.toml")
         blocks = [_blocks(design, limits) for limits in (GB10, H200)]
-        rows.append([known["name"], f"{design.ledger().total:,}", *map(str, blocks)])
+        seen = _recorded_blocks(records, known["name"])
+        rows.append([known["name"], f"{design.ledger().total:,}", *map(str, [*blocks, seen])])
     lines = [
         "## What carries over",
         "",
         f"The bytes do: they follow from the planes. What they are worth does not. A GB10 has "
         f"{GB10.shared >> 10} KB of shared memory and {GB10.warps} warps per SM, an H200 "
-        f"{H200.shared >> 10} KB and {H200.warps}. By shared memory, threads and, for r48, its "
-        "124 registers:",
+        f"{H200.shared >> 10} KB and {H200.warps}. Blocks per SM "
+        "by shared memory, threads and, for r48, its 124 registers; and those of our kernels, "
+        "whose registers bind first on the larger device:",
         "",
-        *table(["variant", "bytes", "blocks/SM on GB10", "on H200"], rows),
+        *table(["variant", "bytes", "on GB10", "on H200", "ours on H200"], rows),
         "",
         f"- r46 was built to go from one block to two. Here its base already holds {rows[0][3]}: "
         "the scarcity that it removes does not exist on this device, and its verdict there says "
@@ -44,6 +46,14 @@ def carried_over(records: Mapping[str, Any], history: Sequence[Mapping[str, Any]
         "compared, at the same number of tokens.",
     ]
     return [*lines, *_ratios(records), ""]
+
+
+def _recorded_blocks(records: Mapping[str, Any], name: str) -> Any:
+    """Blocks per SM of the kernel that ran, or nothing where that is not recorded."""
+    found = records.get("ladder", {}).get("variants", {}).get(name)
+    if not found or str(NT) not in found["nt"]:
+        return ""
+    return found["kernels"][found["nt"][str(NT)]["kernels"][0]]["blocks"]
 
 
 def _blocks(design: Geometry, limits: Limits) -> int:
@@ -114,6 +124,7 @@ def commands() -> list[str]:
         ),
         f"{wall} --options attention=r46_base --save bench/results/wall-{NT}-before",
         f"{wall} --options attention=r48 --save bench/results/wall-{NT}-after",
+        f"{wall} --save bench/results/wall-{NT}-today",
         f"pyruntime lever price --wall bench/results/wall-{NT}-before.json "
         "--save bench/results/lever-before.json",
         f"pyruntime lever price --wall bench/results/wall-{NT}-after.json "

@@ -156,6 +156,10 @@ def report(record: Mapping[str, Any]) -> None:
                 for who, ms in medians.items()
             )
             print(f"{kind:<10} {name:<20} {told}")
+    for nt, nanoseconds in record["llama_bench"].items():
+        if nt != "report":
+            rate = 1e9 * int(nt) / statistics.median(nanoseconds)
+            print(f"llama-bench {nt:>7} tokens: {rate:,.0f} tok/s")
     for name, text in record["failed"].items():
         print(f"FAILED {name}: {text}")
 

@@ -126,8 +126,8 @@ class Engine:
             weights: "fp16", or "auto", which is that today.
             attention: "auto" (the fastest kernel), or a variant by name: "fast", or a step of its
                 history, "r46_base", "r46", "r48", "r50" or "r57", for head dims 64 and 128.
-            kv_dtype, graphs, exact: "f16", "auto" and "fast"; other values are refused until they
-                exist.
+            kv_dtype, graphs, exact: "f16", "auto" (or "off") and "fast"; other values are refused
+                until they exist.
             max_tokens: rows of one pass; longer prompts take several. Default 4096, or the model's
                 context length if that is shorter.
             kv_tokens: the longest prompt without a cache of its own. By default the internal cache

@@ -86,4 +86,4 @@ class NumericalError(PyruntimeError):
 
 
 class EngineError(PyruntimeError):
-    """The engine was used after close, after fork, or after an error that poisoned the device."""
+    """An engine that cannot do what is asked: closed, forked, its device lost, or on the CPU."""

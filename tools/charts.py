@@ -135,7 +135,7 @@ def _told(s: Mapping[str, Any]) -> str:
 
 
 def _bound(s: Mapping[str, Any]) -> str:
-    return f"{s['role']}: at least {s['bound_ms']:.3f} ms by the roofline"
+    return f"{s['role']}: {s['bound_ms']:.3f} ms at the roofline's speeds"
 
 
 def _svg(height: int, title: str, parts: Sequence[str]) -> str:

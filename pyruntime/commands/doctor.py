@@ -10,7 +10,7 @@ from pyruntime.commands.options import add_json, print_json
 
 
 def main(argv: list[str]) -> int:
-    """Runs the command; 0: a GPU is ready, 1: cubins are missing, 3: no driver or GPU."""
+    """Runs the command; 0: a GPU is ready, 1: cubins are missing, 3: no usable driver or GPU."""
     parser = argparse.ArgumentParser("pyruntime doctor", description=__doc__)
     add_json(parser)
     args = parser.parse_args(argv)
@@ -19,7 +19,7 @@ def main(argv: list[str]) -> int:
         print_json("doctor", record)
     else:
         _print(record)
-    if not record["devices"]:
+    if not record["devices"] or record["driver_refused"]:
         return 3
     return 1 if record["missing"] else 0
 
@@ -37,6 +37,7 @@ def _record() -> dict[str, Any]:
         "python": sys.version.split()[0],
         "cuda_bindings": version("cuda-bindings"),
         "driver": None,
+        "driver_refused": False,
         "devices": [],
         "cubins": None,
         "missing": missing,
@@ -55,7 +56,7 @@ def _record() -> dict[str, Any]:
 def _add_devices(record: dict[str, Any], missing: list[str]) -> None:
     from pyruntime.driver.device import device_count, driver_version
     from pyruntime.driver.library import check_driver
-    from pyruntime.errors import CudaError
+    from pyruntime.errors import CudaError, DriverNotFoundError
 
     record["driver"] = driver_version()
     if not device_count():
@@ -66,7 +67,11 @@ def _add_devices(record: dict[str, Any], missing: list[str]) -> None:
         except CudaError as error:
             missing.append(f"cuda:{ordinal} does not answer: {error}")
     if record["cubins"]:
-        check_driver()
+        try:
+            check_driver()
+        except DriverNotFoundError as error:
+            record["driver_refused"] = True
+            missing.append(str(error))
 
 
 def _add_device(record: dict[str, Any], missing: list[str], ordinal: int) -> None:

@@ -120,7 +120,7 @@ def _resources(
         roles = (
             built is not None
             and built.count("control")
-            and any(i.name in ("USETMAXREG", "SYNCS", "UTMALDG") for i in built.instructions)
+            and any(i.name in _ROLES for i in built.instructions)
         )
         starved = has.blocks == 1 and has.fraction <= _STARVED and not roles
         yield Finding("resources", told, Lever.SMALL if starved else None)

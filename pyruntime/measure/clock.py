@@ -1,4 +1,4 @@
-"""The SM clock after a run, as the GPU itself counts it."""
+"""The SM clock before or after a run, as the GPU itself counts it."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ class Roofline:
     date: str
 
     def milliseconds(self, work: Work) -> float:
-        """The least time that the roofs leave for `work`."""
+        """Time of `work` at the roofs' speeds: our fastest square product, a copy. Not a bound."""
         return 1e3 * max(work.bytes / self.bytes_per_s, work.flop / self.flop_per_s)
 
 

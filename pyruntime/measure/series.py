@@ -53,8 +53,8 @@ class Regime:
     warm_up: float
 
 
-# burst: clocks as high as for a single prompt. sustained: as the power limit holds them. After 0.03 s
-# of rest an H200 that had worked for 0.08 s began at 1,680 to 1,830 MHz of its 1,980.
+# burst: clocks as high as for a single prompt. sustained: as the power limit holds them. After
+# 0.03 s of rest an H200 that had worked for 0.08 s began at 1,680 to 1,830 MHz of its 1,980.
 REGIMES = {"burst": Regime(rest=0.3, warm_up=1.0), "sustained": Regime(rest=0.0, warm_up=5.0)}
 
 

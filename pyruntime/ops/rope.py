@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import numpy as np
+
 from pyruntime.driver.library import Library
 from pyruntime.driver.memory import DeviceArray
 from pyruntime.driver.program import Program
@@ -40,15 +42,25 @@ def rope(
         live, sequences, sequence_of, positions: see `pyruntime.model.live`.
         cosines, sines: float32 [positions, head_dim / 2].
         max_rows: the most rows that `live` will hold when this runs.
-        site: reported in `overflow` for q; site + 1 for k, site + 2 for v.
+        layer: of the cache that k and v go to.
+        interleaved: pairs are (2i, 2i + 1), otherwise (i, i + head_dim / 2).
+        overflow: int32, lowered to `site` for q, site + 1 for k, site + 2 for v, if a value is out
+            of fp16's range.
+        eps: of the q/k norm.
+        bias: float32 [(heads + 2 kv_heads) * head_dim]; q_norm, k_norm: float32 [head_dim].
 
     Raises:
-        ValueError: shapes that do not belong together, or a head dim beyond the kernel's.
+        ValueError: arrays that do not belong together, or a head dim beyond the kernel's.
     """
     (kernel,) = library.family("rope")
     width = (heads + 2 * kv_heads) * head_dim
     if qkv.shape[1:] != (width,) or q.shape[1:] != (heads * head_dim,):
         raise ValueError(f"rope: qkv {qkv.shape} and q {q.shape} for {heads}+2*{kv_heads} heads")
+    dtypes = [array.dtype for array in (qkv, q, cosines, sines)]
+    if dtypes != [np.float32, np.float16, np.float32, np.float32]:
+        raise ValueError(f"rope: qkv, q, cosines, sines are {dtypes}")
+    if max_rows > min(qkv.shape[0], q.shape[0]):
+        raise ValueError(f"rope: {max_rows} rows of qkv {qkv.shape}, q {q.shape}")
     if head_dim % 2 or head_dim > int(kernel.spec.tile["max_head_dim"]):
         raise ValueError(f"rope: head dim {head_dim} is odd or beyond {kernel.spec.tile}")
     if cosines.shape != sines.shape or cosines.shape[1:] != (head_dim // 2,):
