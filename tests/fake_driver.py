@@ -60,13 +60,13 @@ class FakeDriver:
         self.live: dict[str, dict[int, np.ndarray]] = {kind: {} for kind in MAKERS.values()}
         self.answers: dict[str, Any] = {**ANSWERS, "cuDeviceGet": self}
         self.fail: dict[str, tuple[int, int]] = {}
-        self.lost = 0
+        self.lost = self._retained = 0
         self.hook: Callable[[str, tuple[Any, ...]], object] = lambda name, arguments: None
         self.calls: Counter[str] = Counter()
         self.misuse: list[str] = []
-        self._retained = 0
         self._pushed: defaultdict[int, list[str]] = defaultdict(list)  # by thread
-        major, minor = divmod(int(manifest()["architectures"][0].rstrip("af")), 10)
+        arch = min(manifest()["architectures"], key=lambda a: a != "90a")  # it has clusters
+        major, minor = divmod(int(arch.rstrip("af")), 10)
         capability = {"COMPUTE_CAPABILITY_MAJOR": major, "COMPUTE_CAPABILITY_MINOR": minor}
         self.attributes = ATTRIBUTES | capability
 
