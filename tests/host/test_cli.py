@@ -175,7 +175,7 @@ def test_doctor_of_a_driver_that_is_too_old(
     driver: FakeDriver, capsys: pytest.CaptureFixture[str]
 ) -> None:
     driver.answers["cuDriverGetVersion"] = 12040
-    assert doctor.main([]) == 1
+    assert doctor.main([]) == 3
     assert "missing   the driver supports CUDA 12.4; the cubins" in capsys.readouterr().out
 
 
