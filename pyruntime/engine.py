@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import threading
 import time
@@ -15,17 +14,15 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from pyruntime.errors import DriverNotFoundError, EngineError
+from pyruntime.errors import EngineError
 from pyruntime.gguf import GGUFFile
 from pyruntime.model.config import ModelConfig
 from pyruntime.model.tokens import check_tokens
+from pyruntime.options import check_options, choose_device, sizes
 
 if TYPE_CHECKING:
     from pyruntime.text.tokenizer import Tokenizer
 
-log = logging.getLogger("pyruntime")
-
-MAX_TOKENS = 4096  # default rows of one pass, if the model's context is that long
 Progress = Callable[[int], object]
 
 
@@ -143,12 +140,12 @@ class Engine:
         """
         from pyruntime.hub import resolve
 
-        _check_options(weights, kv_dtype, graphs, exact)
+        check_options(weights, kv_dtype, graphs, exact)
         with GGUFFile.open(resolve(model)) as file:
             config = ModelConfig.from_gguf(file)
             kv_limit = kv_tokens
-            max_tokens, kv_tokens = _sizes(config, max_tokens, kv_tokens)
-            ordinal = _choose(device)
+            max_tokens, kv_tokens = sizes(config, max_tokens, kv_tokens)
+            ordinal = choose_device(device)
             if ordinal is None:
                 from pyruntime.reference.model import ReferenceModel
 
@@ -196,13 +193,13 @@ class Engine:
         nothing, nor does `attention`, whose kernels take no memory. While it loads, 64 MiB or more
         of staging buffers come on top. Raises: as `load` does for the file and the other options.
         """
-        _check_options(weights, kv_dtype, graphs, exact)
+        check_options(weights, kv_dtype, graphs, exact)
         from pyruntime.hub import resolve
-        from pyruntime.model.gpu import device_bytes
+        from pyruntime.model.footprint import device_bytes
 
         with GGUFFile.open(resolve(model)) as file:
             config = ModelConfig.from_gguf(file)
-            return device_bytes(file, config, *_sizes(config, max_tokens, kv_tokens))
+            return device_bytes(file, config, *sizes(config, max_tokens, kv_tokens))
 
     @property
     def model(self) -> Model:
@@ -365,47 +362,3 @@ class Engine:
         trace: TracebackType | None,
     ) -> None:
         self.close()
-
-
-def _check_options(weights: str, kv_dtype: str, graphs: str, exact: str) -> None:
-    for name, value, known in (
-        ("weights", weights, ("auto", "fp16")),
-        ("kv_dtype", kv_dtype, ("f16",)),
-        ("graphs", graphs, ("auto", "off")),
-        ("exact", exact, ("fast",)),
-    ):
-        if value not in known:
-            raise ValueError(f"{name}={value!r} is not supported; known: {', '.join(known)}")
-
-
-def _sizes(config: ModelConfig, max_tokens: int | None, kv_tokens: int | None) -> tuple[int, int]:
-    """Rows of one pass, and positions of the internal cache."""
-    for name, value in (("max_tokens", max_tokens), ("kv_tokens", kv_tokens)):
-        if value is not None and (not isinstance(value, int) or value < 1):
-            raise ValueError(f"{name}={value!r}: it must be an integer of at least 1")
-    usual = min(MAX_TOKENS, config.context_length)
-    rows = usual if max_tokens is None else max_tokens
-    return rows, max(rows, usual) if kv_tokens is None else kv_tokens
-
-
-def _choose(device: str) -> int | None:
-    """The ordinal of the GPU to use, or None for NumPy."""
-    if not isinstance(device, str):
-        raise ValueError(f"device={device!r}: 'auto', 'cpu' or 'cuda:N'")
-    if device == "cpu":
-        return None
-    if device == "auto":
-        from pyruntime.driver.device import device_count
-
-        try:
-            if device_count():
-                return 0
-            reason = "the driver shows no device"
-        except DriverNotFoundError as error:
-            reason = str(error)
-        log.warning("running on the CPU with NumPy: %s", reason)
-        return None
-    kind, _, ordinal = device.partition(":")
-    if kind != "cuda" or not (ordinal.isdecimal() or device == "cuda"):
-        raise ValueError(f"device={device!r}: 'auto', 'cpu' or 'cuda:N'")
-    return int(ordinal or 0)

@@ -75,12 +75,13 @@ def _merge(identity: dict[str, Any], part: str, result: dict[str, Any]) -> None:
 def _identity(commit: str | None) -> dict[str, Any]:
     from pyruntime.cubin.installed import cubins_for, installed_code
     from pyruntime.driver.device import Device, driver_version
+    from pyruntime.measure.records import head_commit
 
     device = Device(0)
     architecture = next(iter(cubins_for(device.compute_capability, device.name))).parent.name
     identity = {
         "schema": "pyruntime.device/1",
-        "commit": commit or _git_commit(),
+        "commit": commit or head_commit(ROOT) or "unknown",
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "device": device.name,
         "driver": driver_version(),
@@ -91,13 +92,6 @@ def _identity(commit: str | None) -> dict[str, Any]:
     }
     device.close()
     return identity
-
-
-def _git_commit() -> str:
-    git = subprocess.run(
-        ["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False
-    )
-    return git.stdout.strip() or "unknown"
 
 
 def _tree_hash(folder: str) -> str:
@@ -196,9 +190,12 @@ def _stale() -> int:
 
 def _compile(arch: str) -> dict[str, str]:
     """Machine code hashes of the current sources."""
+    sys.path.append(str(ROOT))  # reading cubins needs nothing that has to be installed first
     from pyruntime.cubin.installed import code_hashes
 
-    nvcc = shutil.which("nvcc") or "/usr/local/cuda/bin/nvcc"
+    nvcc = shutil.which("nvcc") or shutil.which("/usr/local/cuda/bin/nvcc")
+    if nvcc is None:
+        raise SystemExit("no nvcc on PATH or in /usr/local/cuda: the sources cannot be compared")
     hashes: dict[str, str] = {}
     with tempfile.TemporaryDirectory() as folder:
         jobs = []
@@ -208,10 +205,11 @@ def _compile(arch: str) -> dict[str, str]:
             target = f"arch=compute_{arch},code=sm_{arch}"
             command = [nvcc, "-cubin", "-std=c++17", "-O3", "-gencode", target]
             command += ["-o", str(cubin), str(source)]
-            jobs.append((cubin, subprocess.Popen(command, stderr=subprocess.DEVNULL)))
+            jobs.append((cubin, subprocess.Popen(command, stderr=subprocess.PIPE, text=True)))
         for cubin, job in jobs:
-            if job.wait():
-                raise SystemExit(f"{nvcc} failed on {cubin.stem}.cu")
+            errors = job.communicate()[1]
+            if job.returncode:
+                raise SystemExit(f"{nvcc} failed on {cubin.stem}.cu:\n{errors}")
             hashes |= code_hashes(cubin.read_bytes(), cubin.name)
     return hashes
 

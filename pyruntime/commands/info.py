@@ -63,10 +63,10 @@ def _record(file: GGUFFile) -> dict[str, Any]:
 
 def _needs(file: GGUFFile) -> dict[str, Any]:
     """Whether it can be loaded, and the memory for that in bytes."""
-    from pyruntime.engine import MAX_TOKENS
     from pyruntime.errors import UnsupportedModelError
     from pyruntime.model.config import ModelConfig
-    from pyruntime.model.gpu import device_bytes
+    from pyruntime.model.footprint import device_bytes
+    from pyruntime.options import MAX_TOKENS
 
     try:
         config = ModelConfig.from_gguf(file)

@@ -23,7 +23,6 @@ class Loop:
     name: str
     header: int
     body: frozenset[int]
-    inner: bool
 
     @property
     def depth(self) -> int:
@@ -168,7 +167,6 @@ def _nest(
             body=frozenset(
                 i for block in bodies[header] for i in range(starts[block], ends[block])
             ),
-            inner=header not in outer.values(),
         )
         for header in bodies
     ]

@@ -26,11 +26,13 @@ from pyruntime.errors import (
     OutOfMemoryError,
     UnsupportedModelError,
 )
+from pyruntime.model.cache import Cache
 from pyruntime.model.config import ModelConfig
-from pyruntime.model.decoder import Decoder, activation_bytes, site_name
-from pyruntime.model.live import NO_OVERFLOW, live_bytes
+from pyruntime.model.decoder import Decoder, site_name
+from pyruntime.model.footprint import cache_bytes, device_bytes
+from pyruntime.model.live import NO_OVERFLOW
 from pyruntime.model.tokens import check_tokens
-from pyruntime.model.weights import Weights, weight_bytes
+from pyruntime.model.weights import Weights
 from pyruntime.ops.attention import choose
 
 if TYPE_CHECKING:
@@ -42,52 +44,6 @@ class _Closable(Protocol):
 
 
 T = TypeVar("T", bound=_Closable)
-
-
-class Cache:
-    """Keys (after RoPE) and values: float16 [layers, kv heads, capacity, head dim] each.
-
-    The first `length` positions are filled.
-    """
-
-    def __init__(self, owner: GpuModel, tokens: int) -> None:
-        device, config = owner.device, owner.config
-        self.owner = owner
-        shape = (config.layers, config.kv_heads, tokens, config.head_dim)
-        # In one statement: no frame of a failure's traceback keeps K when there is no room for V.
-        self.k, self.v = (
-            DeviceArray(device, shape, np.float16, what=f"{name} cache") for name in "KV"
-        )
-        self.length = 0
-
-    @property
-    def capacity(self) -> int:
-        """Positions that fit."""
-        return self.k.shape[2]
-
-    def close(self) -> None:
-        """Frees the memory. Idempotent."""
-        self.k.close()
-        self.v.close()
-
-
-def device_bytes(file: GGUFFile, c: ModelConfig, max_tokens: int, kv_tokens: int) -> dict[str, int]:
-    """Device bytes by category that `GpuModel` and one cache of `kv_tokens` allocate for good."""
-    cache = cache_bytes(c, kv_tokens)
-    return {
-        "weights": weight_bytes(c, file.tensors["token_embd.weight"]),
-        "kv_cache": cache["kv_cache"],
-        "activations": activation_bytes(c, max_tokens),
-        "tables": cache["tables"] + live_bytes(max_tokens),
-    }
-
-
-def cache_bytes(c: ModelConfig, tokens: int) -> dict[str, int]:
-    """Device bytes of a cache for `tokens` positions, and of the rotary tables that cover it."""
-    return {
-        "kv_cache": 2 * 2 * c.layers * c.kv_heads * tokens * c.head_dim,
-        "tables": 2 * 4 * tokens * (c.head_dim // 2),
-    }
 
 
 class GpuModel:

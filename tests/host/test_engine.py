@@ -99,7 +99,7 @@ def test_options_without_effect_on_the_cpu_are_refused(option: dict[str, int]) -
 def test_the_cache_behind_the_engine_grows_with_the_prompt(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("pyruntime.engine.MAX_TOKENS", 4)
+    monkeypatch.setattr("pyruntime.options.MAX_TOKENS", 4)
     with Engine.load(PATH, device="cpu", max_tokens=2) as engine:
         assert engine.kv_tokens == 4
         assert engine.prefill([1] * 9, logits="all").logits.shape == (9, engine.config.vocab)

@@ -1,0 +1,60 @@
+"""What `Engine.load` was asked for: options, sizes and device."""
+
+from __future__ import annotations
+
+import logging
+
+from pyruntime.errors import DriverNotFoundError
+from pyruntime.model.config import ModelConfig
+
+log = logging.getLogger("pyruntime")
+
+MAX_TOKENS = 4096  # default rows of one pass, if the model's context is that long
+
+
+def check_options(weights: str, kv_dtype: str, graphs: str, exact: str) -> None:
+    """Refuses, by name, what does not exist yet. Raises ValueError."""
+    for name, value, known in (
+        ("weights", weights, ("auto", "fp16")),
+        ("kv_dtype", kv_dtype, ("f16",)),
+        ("graphs", graphs, ("auto", "off")),
+        ("exact", exact, ("fast",)),
+    ):
+        if value not in known:
+            raise ValueError(f"{name}={value!r} is not supported; known: {', '.join(known)}")
+
+
+def sizes(config: ModelConfig, max_tokens: int | None, kv_tokens: int | None) -> tuple[int, int]:
+    """Rows of one pass, and positions of the internal cache. Raises ValueError."""
+    for name, value in (("max_tokens", max_tokens), ("kv_tokens", kv_tokens)):
+        if value is not None and (not isinstance(value, int) or value < 1):
+            raise ValueError(f"{name}={value!r}: it must be an integer of at least 1")
+    usual = min(MAX_TOKENS, config.context_length)
+    rows = usual if max_tokens is None else max_tokens
+    return rows, max(rows, usual) if kv_tokens is None else kv_tokens
+
+
+def choose_device(device: str) -> int | None:
+    """The ordinal of the GPU to use, or None for NumPy, with a warning unless it was asked for.
+
+    Raises ValueError for a device of another form; whether there is one shows when it is opened.
+    """
+    if not isinstance(device, str):
+        raise ValueError(f"device={device!r}: 'auto', 'cpu' or 'cuda:N'")
+    if device == "cpu":
+        return None
+    if device == "auto":
+        from pyruntime.driver.device import device_count
+
+        try:
+            if device_count():
+                return 0
+            reason = "the driver shows no device"
+        except DriverNotFoundError as error:
+            reason = str(error)
+        log.warning("running on the CPU with NumPy: %s", reason)
+        return None
+    kind, _, ordinal = device.partition(":")
+    if kind != "cuda" or not (ordinal.isdecimal() or device == "cuda"):
+        raise ValueError(f"device={device!r}: 'auto', 'cpu' or 'cuda:N'")
+    return int(ordinal or 0)
