@@ -10,6 +10,7 @@ from pathlib import Path
 from pyruntime.commands.options import add_json, print_json
 from pyruntime.cubin.facts import CubinFacts, KernelFacts
 from pyruntime.cubin.records import blocks_of, cubin_record, read_all
+from pyruntime.errors import InputError
 
 from .tables import shortened, table
 
@@ -36,6 +37,9 @@ def main(argv: list[str] | None = None) -> int:
     add_json(parser)
     args = parser.parse_args(argv)
     cubins, unread = read_all(args.paths)
+    named = any(fnmatchcase(k.name, args.kernel) for cubin in cubins for k in cubin.kernels)
+    if args.kernel != "*" and not named:
+        raise InputError(f"no kernel matches {args.kernel}")
     if args.json:
         records = [cubin_record(cubin) for cubin in cubins]
         for record in records:

@@ -93,3 +93,8 @@ def test_five_hundred_kernels_take_under_two_seconds_and_import_no_cuda(tmp_path
     seconds, *rest = done.stdout.splitlines()[-1].split()
     assert rest == ["0", "False", "False"]
     assert float(seconds) < 2, f"{seconds} s of processor time, {elapsed:.1f} s in all"
+
+
+def test_a_pattern_that_matches_nothing_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["inspect", "--kernel", "nosuch", str(DATA / "nvcc-13.0-sm_90a.cubin")]) == 2
+    assert capsys.readouterr().err == "pyruntime inspect: no kernel matches nosuch\n"
