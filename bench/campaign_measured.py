@@ -97,7 +97,7 @@ def duel(records: Records) -> list[str]:
                 lines.append(
                     f"- {name}, {kind}: {c['median_a']:.3f} and {c['median_b']:.3f} ms, "
                     f"{c['gain']:+.3f} % (p = {c['p']:.2g}); {c['pairs']} pairs of this noise see "
-                    f"{c['visible']:.2f} % or more"
+                    + ("nothing" if c["visible"] is None else f"{c['visible']:.2f} % or more")
                 )
     lines += [f"- {gate['name']}: {gate['text']}" for gate in record["gates"]]
     lines += [f"- {note}" for note in record["notes"]]

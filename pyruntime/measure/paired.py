@@ -74,8 +74,9 @@ def compare(a: Sequence[float], b: Sequence[float], *, alpha: float) -> Comparis
     """
     if len(a) != len(b) or not 1 <= len(a) <= MOST_PAIRS:
         raise ValueError(f"{len(a)} and {len(b)} times: 1 to {MOST_PAIRS} pairs are needed")
-    if not all(math.isfinite(t) and t > 0 for t in (*a, *b)):
-        raise ValueError("a time is not positive and finite")
+    for index, pair in enumerate(zip(a, b, strict=True)):
+        if not all(math.isfinite(t) and t > 0 for t in pair):
+            raise ValueError(f"pair {index}: times {pair} must be positive and finite")
     differences = np.log(np.array(a) / np.array(b))
     low, high = interval(differences, alpha)
     sigma = float(differences.std(ddof=1)) if len(a) > 1 else math.inf

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
+from contextlib import closing
 from dataclasses import asdict
 from typing import Any
 
@@ -35,9 +36,11 @@ def measure_wall(
     model = gpu_model(engine)
     ids = np.random.default_rng(0).integers(0, engine.config.vocab, nt)
     rest = REGIMES[regime].rest
-    cache = engine.new_cache(nt)
-    probe = ClockProbe(model.library)
-    with Telemetry(model.device) as telemetry:
+    with (
+        closing(engine.new_cache(nt)) as cache,
+        closing(ClockProbe(model.library)) as probe,
+        Telemetry(model.device) as telemetry,
+    ):
         warm_up = time.perf_counter() + REGIMES[regime].warm_up
         while time.perf_counter() < warm_up:
             engine.prefill(ids)
@@ -49,8 +52,6 @@ def measure_wall(
             about = records.identity(model.device, launches, commit)
             named = [(launch.role, launch.kernel.name) for launch in launches]
         logits = np.asarray(engine.prefill(ids).logits)
-    probe.close()
-    cache.close()
     expected = expected_work(engine.config, nt, model.weights.outer["embedding"].shape[1])
     slices = account(named, timed.medians, expected, roofline)
     gap = explain(calls, statistics.median(timed.busy), copies)

@@ -236,7 +236,9 @@ class GpuModel:
 
     def _check_room(self, rows: int, cache: Cache) -> None:
         if not isinstance(cache, Cache) or cache.owner is not self:
-            raise ValueError("this cache belongs to another model")
+            raise ValueError(
+                f"this cache belongs to another model than {self.config.name} on {self.device_name}"
+            )
         if not cache.k.ptr:
             raise ValueError("this cache has been closed")
         if rows > self.max_tokens:

@@ -118,7 +118,7 @@ class ReferenceModel:
             raise ValueError(f"logits is {logits!r}; known: last, all")
         ids = check_tokens(ids, self.config.vocab)
         if not isinstance(cache, Cache) or cache.owner is not self:
-            raise ValueError("this cache belongs to another model")
+            raise ValueError(f"this cache belongs to another model than {self.config.name}")
         start, end = cache.length, cache.length + len(ids)
         if end > cache.capacity:
             raise ValueError(
