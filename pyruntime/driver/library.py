@@ -90,6 +90,7 @@ class Library:
         self.device = device
         self.refused: dict[str, str] = {}
         self._kernels: dict[str, Kernel] = {}
+        self._families: dict[str, list[Kernel]] = {}
         self._modules = []
         check_driver()
         cubins = cubins_for(device.compute_capability, device.name)
@@ -137,7 +138,9 @@ class Library:
                 )
                 return
         registers = _attribute(function, "NUM_REGS")
-        self._kernels[spec.name] = Kernel(spec, function, registers, clusters)
+        kernel = Kernel(spec, function, registers, clusters)
+        self._kernels[spec.name] = kernel
+        self._families.setdefault(spec.family, []).append(kernel)
 
     def __getitem__(self, name: str) -> Kernel:
         """The kernel `name`.
@@ -157,11 +160,10 @@ class Library:
         Raises:
             CubinError: there is none; the text says which rows were refused and why.
         """
-        found = [k for k in self._kernels.values() if k.spec.family == name]
-        if not found:
+        if name not in self._families:
             reasons = [r for n, r in self.refused.items() if n.split("_", 1)[0] == name]
             raise CubinError("; ".join(reasons) or f"no kernel of family {name} in the cubins")
-        return found
+        return self._families[name]
 
     def launches(self) -> dict[str, int]:
         """Launches so far by kernel name; kernels that never ran are left out."""
@@ -185,6 +187,7 @@ class Library:
         """Unloads the modules. Idempotent."""
         modules, self._modules = self._modules, []
         self._kernels.clear()
+        self._families.clear()
         with self.device.current():
             for module in modules:
                 api.call("cuModuleUnload", module)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 from pyruntime.driver.device import Device
 from pyruntime.driver.library import Kernel, Library
 from pyruntime.driver.memory import DeviceArray
@@ -53,8 +55,7 @@ def gemm(
         raise ValueError("gemm: swiglu needs an overflow word")
     (n, k), device = w.shape, library.device
     if kernel is None:
-        found = [x for x in library.family("gemm") if x.spec.tile["epilogue"] == epilogue]
-        kernel = choose(found, max_rows, n, k, device)
+        kernel = _choice(library, epilogue, max_rows, n, k)
     program.add(
         kernel,
         grid=_grid(kernel, max_rows, n, device),
@@ -67,6 +68,12 @@ def gemm(
         site=site,
         scale=scale,
     )
+
+
+@functools.lru_cache(maxsize=256)  # all layers of a model ask the same
+def _choice(library: Library, epilogue: str, m: int, n: int, k: int) -> Kernel:
+    found = [x for x in library.family("gemm") if x.spec.tile["epilogue"] == epilogue]
+    return choose(found, m, n, k, library.device)
 
 
 def _grid(kernel: Kernel, max_rows: int, n: int, device: Device) -> int:
