@@ -1,6 +1,8 @@
 """Which row of the GEMM table for a product: cost models in cycles of a multiprocessor.
 
-Nothing is timed, so the choice is the same in every process.
+Nothing is timed, so the choice is the same in every process. The constants were set by hand on an
+H200, for the four products of a Qwen2.5-7B layer; how far a choice is from the best row there is
+in bench/results/device.json (bench/gemm.py).
 """
 
 from __future__ import annotations
@@ -30,6 +32,8 @@ SHARED_START = 1500.0  # cluster barriers at both ends of a launch
 EXCHANGE, EXCHANGED_COLUMN = 700.0, 64.0  # per further rank of a split; its columns are divided
 STORED_COLUMN = {"f32": 12.0, "add": 20.0, "swiglu": 10.0}  # between tiles, per column
 OUTPUT_BYTES = {"f32": 4, "add": 8, "swiglu": 1}  # to and from C, per column of the product
+MEMORY_START = 0.6  # the part of a launch's fixed cost during which memory is idle, too
+OVERLAP = 4  # work and memory hide each other as the norm of this order: not perfectly
 
 
 def choose(kernels: Sequence[Kernel], m: int, n: int, k: int, device: Device) -> Kernel:
@@ -81,8 +85,8 @@ def _wgmma_cycles(kernel: Kernel, m: int, n: int, k: int, device: Device) -> flo
     outside = waves * once if split > 1 else once
     working = waves * (steps * step + STORED_COLUMN[epilogue] * bn) + outside
     moved = 2 * k * (n + m) + OUTPUT_BYTES[epilogue] * m * n
-    memory = moved / MEMORY_BYTES + 0.6 * once
-    return float((working**4 + memory**4) ** 0.25)  # they overlap, but not perfectly
+    memory = moved / MEMORY_BYTES + MEMORY_START * once
+    return float((working**OVERLAP + memory**OVERLAP) ** (1 / OVERLAP))
 
 
 def _resident(spec: KernelSpec, device: Device) -> int:
