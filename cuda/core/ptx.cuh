@@ -82,6 +82,22 @@ __device__ __forceinline__ uint32_t pack_halves(float low, float high) {
   return r;
 }
 
+// griddepcontrol (sm_90 and newer; nothing below): lets the next kernel of the stream start once
+// every block of this one has said so or ended. It says nothing about data: see spec.cuh.
+__device__ __forceinline__ void launch_dependents() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;\n" ::: "memory");
+#endif
+}
+
+// Waits until the kernel before has completed and all that it wrote is visible here. Returns at
+// once in a kernel that was launched the ordinary way.
+__device__ __forceinline__ void dependency_wait() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;\n" ::: "memory");
+#endif
+}
+
 // ex2.approx (9.7.3.21): 2^x, 2 ulp; 2^-inf = 0.
 __device__ __forceinline__ float exp2_approx(float x) {
   float y;

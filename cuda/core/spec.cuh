@@ -4,6 +4,21 @@
 // list of fields). The lists declare `struct Smem` and `struct Params`, and export what they
 // declared as text in a constant object `<kernel>_spec`, which the host reads from the ELF bytes:
 // threads, shared bytes, parameter offsets and the plane map are never written down a second time.
+//
+// From sm_90 on kernels overlap (programmatic dependent launch): a kernel lets the next one of its
+// stream start at once, and waits for the one before, so that only launch latency and prologue of
+// a kernel run under the tail of another. "dependent=1" in its tile lets the host launch it so.
+//
+// Every thread of every kernel waits before it ends, whatever path it takes, and before it writes
+// to global memory or reads what a kernel may have written. A wait is for the kernel before alone,
+// and that kernel is complete only if the one before it was: the chain holds by each link. One
+// block that ended without waiting could let its kernel complete before its predecessor, and the
+// kernel after it start to read what is still being written. Nor is it enough to wait before the
+// first read: a store may overtake what the kernel before still has to read.
+//
+// KERNEL waits before `run`. A family that declares `static constexpr bool kWaitsItself = true`
+// calls ptx::dependency_wait() itself, after a prologue that reads nothing but what no kernel of
+// the program writes: weights, and the live block and sequence table, which copies fill before.
 #pragma once
 
 #include <cuda_fp16.h>
@@ -11,6 +26,8 @@
 #include <cstddef>
 #include <cstdint>
 #include <type_traits>
+
+#include "ptx.cuh"
 
 namespace spec {
 
@@ -64,7 +81,8 @@ struct Text {
 };
 
 // Tile constants by name, for the host to choose and size grids by: "bm=128 bn=128". The launcher
-// itself reads one: "cluster", the blocks of a cluster along x (none: no clusters).
+// itself reads two: "cluster", the blocks of a cluster along x (none: no clusters), and
+// "dependent", which every kernel from sm_90 on gets without asking.
 struct Tile : Text<128> {
   template <class V>
   constexpr Tile& with(const char* name, V value) {
@@ -102,6 +120,21 @@ struct Planes : Text<1024> {
   }
 };
 
+template <class K, class = void>
+constexpr bool kWaitsItself = false;
+template <class K>
+constexpr bool kWaitsItself<K, std::void_t<decltype(K::kWaitsItself)>> = K::kWaitsItself;
+
+// A family's tile constants, and that KERNEL made it wait for the kernel before.
+template <class K>
+constexpr Tile tile_of() {
+  Tile tile = K::tile();
+#if __CUDA_ARCH__ >= 900
+  tile.with("dependent", 1);
+#endif
+  return tile;
+}
+
 struct Spec {
   uint32_t magic, abi, threads, min_blocks, smem_bytes, param_bytes;
   char tile[128], signature[1024], planes[1024];
@@ -118,7 +151,7 @@ constexpr Spec of() {
          {},
          {},
          {}};
-  constexpr auto tile = K::tile();
+  constexpr auto tile = tile_of<K>();
   constexpr auto signature = K::signature();
   constexpr auto planes = K::planes();
   for (int i = 0; i < tile.n; ++i) r.tile[i] = tile.s[i];
@@ -175,6 +208,8 @@ __device__ __forceinline__ Smem& shared() {
 #define KERNEL(name, ...)                                                                          \
   extern "C" __global__ void __launch_bounds__((__VA_ARGS__::kThreads), (__VA_ARGS__::kMinBlocks)) \
       name(const __grid_constant__ __VA_ARGS__::Params p) {                                        \
+    ptx::launch_dependents();                                                                      \
+    if constexpr (!::spec::kWaitsItself<__VA_ARGS__>) ptx::dependency_wait();                      \
     __VA_ARGS__::run(p);                                                                           \
   }                                                                                                \
   extern "C" __device__ constexpr ::spec::Spec name##_spec = ::spec::of<__VA_ARGS__>();

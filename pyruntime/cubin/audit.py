@@ -18,6 +18,7 @@ from pyruntime.cubin.occupancy import Demand, Occupancy, occupancy
 from pyruntime.cubin.sass import Instruction
 from pyruntime.cubin.structure import Structure, structure
 from pyruntime.cubin.verdict import Cost, Finding, Lever, Verdict, decide
+from pyruntime.cubin.waiting import unwaited
 
 _STARVED = 0.25  # of an SM's warps, in one block: too few to fill each other's waits
 _ROLES = ("USETMAXREG", "SYNCS", "UTMALDG")  # what kernels with producer warps are told by
@@ -158,6 +159,9 @@ def _contradictions(
         used = built.count("shared") + built.count("ldmatrix")
         if used:
             yield f"no shared memory is asked for, but {used} instructions access it"
+    if built and kernel.spec and kernel.spec.dependent and (early := unwaited(built.instructions)):
+        where = ", ".join(f"{i.name} at {i.offset:#x}" for i in early)
+        yield f"it may start before the kernel before has ended, but does not wait before {where}"
     if record is None:
         return
     if record.kernel != kernel.name:

@@ -41,6 +41,7 @@ def breaches(kernel: KernelFacts) -> list[Breach]:
         Breach("stack bytes", 0, kernel.stack),
         Breach("static shared bytes", 0, kernel.static_shared),
         Breach("end of the last plane", spec.smem_bytes, end),
+        Breach("waits for the kernel before", int(spec.dependent), int(kernel.waits)),
     ]
     broken = [pair for pair in pairs if pair.promised != pair.found]
     blocks = _blocks_by_registers(kernel)

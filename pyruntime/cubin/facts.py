@@ -16,6 +16,7 @@ from pyruntime.cubin import attributes
 from pyruntime.cubin.attributes import Attribute
 from pyruntime.cubin.elf import ET_REL, STT_FUNC, Elf, Section, Symbol
 from pyruntime.cubin.provenance import arch_of, tool_of
+from pyruntime.cubin.sass import INSTRUCTION_BYTES
 from pyruntime.cubin.spec import KernelSpec, specs_in
 from pyruntime.errors import CubinError
 
@@ -26,6 +27,7 @@ _RESERVED, _RESERVED_FROM = 1024, 90
 # ptxas 12.4 writes no spill annotations and 12.8 does; older cubins with a stack stay unknown.
 _ANNOTATED_FROM = 128
 _SPILL_OPCODES = {0x387: "stores", 0x983: "loads", 0x388: "shared", 0x984: "shared"}
+_WAIT_OPCODE = 0x82E  # griddepcontrol.wait from sm_90 to sm_120, by nvdisasm 13
 _ACCESS_BYTES = (1, 1, 2, 2, 4, 8, 16, 16)
 _USES = {
     0x0F: "external functions (printf, malloc, ...)",
@@ -109,6 +111,12 @@ class KernelFacts:
     def code_sha256(self) -> str:
         """Hash of the machine code."""
         return hashlib.sha256(self.code).hexdigest()
+
+    @cached_property
+    def waits(self) -> bool:
+        """Whether there is an instruction that waits for the kernel before (opcode ACQBULK)."""
+        low, high = self.code[::INSTRUCTION_BYTES], self.code[1::INSTRUCTION_BYTES]
+        return any(a | (b & 15) << 8 == _WAIT_OPCODE for a, b in zip(low, high, strict=True))
 
     @property
     def uses(self) -> tuple[str, ...]:

@@ -34,7 +34,7 @@ def loops(instructions: Sequence[Instruction]) -> tuple[Loop, ...]:
     """The loops of a kernel by address, each before those inside it."""
     if not instructions:
         return ()
-    starts, successors = _graph(instructions)
+    starts, successors = blocks(instructions)
     order, before = _walk(successors, _roots(instructions, starts))
     dominators = _dominators(order, before)
     bodies: dict[int, set[int]] = {}
@@ -45,7 +45,7 @@ def loops(instructions: Sequence[Instruction]) -> tuple[Loop, ...]:
     return _nest(instructions, starts, bodies)
 
 
-def _graph(
+def blocks(
     instructions: Sequence[Instruction],
 ) -> tuple[list[int], dict[int, list[int]]]:
     """First instructions of the basic blocks, and block -> blocks that may follow."""

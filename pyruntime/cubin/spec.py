@@ -63,6 +63,11 @@ class KernelSpec:
         """Blocks of a cluster, along x; 1 if the kernel asks for none."""
         return int(self.tile.get("cluster", 1))
 
+    @property
+    def dependent(self) -> bool:
+        """Whether it waits by itself for the kernel before it, so may start before that ends."""
+        return bool(self.tile.get("dependent", 0))
+
 
 def read_specs(data: bytes, what: str) -> dict[str, KernelSpec]:
     """All kernel specs in a cubin, by kernel name.

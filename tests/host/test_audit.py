@@ -202,6 +202,19 @@ def test_contradictions_without_a_record() -> None:
     assert audited(kernel()).contradictions == ()
 
 
+def test_a_dependent_kernel_that_does_not_wait() -> None:
+    spec = kernel().spec
+    assert spec is not None
+    dependent = replace(kernel(), spec=replace(spec, tile={"dependent": 1}))
+    assert [breach.fact for breach in breaches(dependent)] == ["waits for the kernel before"]
+    lines = code("PREEXIT", "LDG.E R1", "STG.E R1")
+    (told,) = audited(dependent, instructions=lines).contradictions
+    assert told.endswith("does not wait before STG at 0x20, EXIT at 0x40")
+    assert audited(kernel(), instructions=lines).contradictions == ()
+    waits = code("PREEXIT", "LDG.E R1", "ACQBULK", "STG.E R1")
+    assert audited(dependent, instructions=waits).contradictions == ()
+
+
 def test_a_starved_kernel_has_a_lever_unless_its_warps_have_roles() -> None:
     demand = Demand(256, 76, 69_376, 1)
     (line,) = (f for f in audited(kernel(), demand=demand, arch="sm_121").findings if f.lever)

@@ -17,6 +17,7 @@ from pyruntime.cubin.installed import root
 from pyruntime.cubin.loops import loops
 from pyruntime.cubin.records import kernels_of, read_all
 from pyruntime.cubin.sass import Instruction, mix
+from pyruntime.cubin.waiting import unwaited
 from pyruntime.errors import ToolError
 
 DATA = Path(__file__).parents[1] / "data" / "cubins"
@@ -100,6 +101,24 @@ def test_two_back_edges_are_one_loop() -> None:
     code = program("FADD R0", "@P0 BRA 0x0", "FMUL R0", "@P1 BRA 0x0", "EXIT")
     (loop,) = loops(code)
     assert sorted(loop.body) == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("left", "right", "found"),
+    [
+        ("ACQBULK", "ACQBULK", []),
+        ("ACQBULK", "@P1 EXIT", ["EXIT 0x50", "STG 0x60", "EXIT 0x70"]),
+        ("@P2 ACQBULK", "ACQBULK", ["STG 0x60", "EXIT 0x70"]),
+        ("EXIT", "ACQBULK", ["EXIT 0x30"]),
+        ("ACQBULK", "RED.E [R2]", ["RED 0x50", "STG 0x60", "EXIT 0x70"]),
+    ],
+)
+def test_every_path_has_to_wait(left: str, right: str, found: list[str]) -> None:
+    code = program(
+        "PREEXIT", "LDG.E R1", "@P0 BRA 0x50", left, "BRA 0x60", right, "STG.E R1", "EXIT",
+        "BRA 0x80",
+    )  # fmt: skip
+    assert [f"{i.name} {i.offset:#x}" for i in unwaited(code)] == found
 
 
 def test_no_code() -> None:

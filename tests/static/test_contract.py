@@ -7,14 +7,19 @@ import re
 import shutil
 import subprocess
 import sysconfig
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 from pyruntime.cubin.contract import breaches
+from pyruntime.cubin.facts import KernelFacts, read_cubin
 from pyruntime.cubin.installed import architecture_for, manifest, root
+from pyruntime.cubin.nvdisasm import disassemble
 from pyruntime.cubin.records import kernels_of, read_all
 from pyruntime.cubin.spec import KernelSpec, read_specs
+from pyruntime.cubin.waiting import unwaited
+from pyruntime.errors import ToolError
 
 ROOT = Path(__file__).parents[2]
 
@@ -72,28 +77,34 @@ def nvcc() -> str:
     pytest.skip("no nvcc: neither the build's, nor the wheel nvidia-cuda-nvcc, nor one on PATH")
 
 
+NORM = "kernels/norm.cuh"
+
+
+def build_norm(tree: Path, arch: str, *changes: tuple[str, str, str]) -> KernelFacts:
+    """The norm kernel of the sources, copied into `tree`; each change: file, a text, another."""
+    shutil.copytree(ROOT / "cuda", tree / "cuda", dirs_exist_ok=True)
+    for name, old, new in changes:
+        source = tree / "cuda" / name
+        text = source.read_text()
+        assert text.count(old) == 1, old
+        source.write_text(text.replace(old, new))
+    cubin = tree / "norm.cubin"
+    subprocess.run(
+        [nvcc(), "-cubin", "-std=c++17", "-gencode", f"arch=compute_{arch},code=sm_{arch}",
+         "-o", cubin, tree / "cuda/kernels/norm.cu"],
+        check=True,
+    )  # fmt: skip
+    (kernel,) = read_cubin(cubin.read_bytes(), "norm").kernels
+    return kernel
+
+
 @pytest.mark.parametrize("arch", ["80", "90a"])
 def test_one_more_plane_changes_what_the_launcher_asks_for(tmp_path: Path, arch: str) -> None:
     """Adds one line to a family's plane list; nothing else is edited."""
-
-    def build(tree: Path) -> KernelSpec:
-        cubin = tree / "norm.cubin"
-        subprocess.run(
-            [nvcc(), "-cubin", "-std=c++17", "-gencode", f"arch=compute_{arch},code=sm_{arch}",
-             "-o", cubin, tree / "cuda/kernels/norm.cu"],
-            check=True,
-        )  # fmt: skip
-        (spec,) = read_specs(cubin.read_bytes(), "norm").values()
-        return spec
-
-    shutil.copytree(ROOT / "cuda", tmp_path / "cuda")
-    before = build(tmp_path)
-    source = tmp_path / "cuda/kernels/norm.cuh"
-    text = source.read_text()
-    planes = re.search(r"#define NORM_PLANES\(P, A\).*", text)
-    assert planes is not None
-    source.write_text(text.replace(planes[0], planes[0] + " P(16, float, extra, [256])"))
-    after = build(tmp_path)
+    planes = "P(16, float, partial, [kThreads / 32])"
+    more = (NORM, planes, f"{planes} P(16, float, extra, [256])")
+    before, after = (build_norm(tmp_path, arch, *changes).spec for changes in ((), (more,)))
+    assert before and after
     assert after.smem_bytes == before.smem_bytes + 1024
     assert [p.name for p in after.planes] == [*(p.name for p in before.planes), "extra"]
 
@@ -109,6 +120,54 @@ def test_no_tile_or_byte_literal_in_python() -> None:
                 numbers = {v.value for v in given if isinstance(v, ast.Constant)}
                 assert not {n for n in numbers if isinstance(n, int | float) and abs(n) > 1}, path
     assert launches >= 8
+
+
+def test_kernels_overlap_from_sm_90_on() -> None:
+    for arch in manifest()["architectures"]:
+        assert {spec.dependent for spec in installed(arch).values()} == {arch != "80"}
+
+
+def early(kernels: Sequence[KernelFacts]) -> list[str]:
+    """What kernels do before they wait for the kernel before, and should not."""
+    try:
+        listings = disassemble(kernels)
+    except ToolError as error:
+        pytest.skip(str(error))
+    return [
+        f"{kernel.name} {kernel.arch}: {instruction}"
+        for kernel, listing in zip(kernels, listings, strict=True)
+        for instruction in unwaited(listing)
+    ]
+
+
+def test_every_path_of_a_dependent_kernel_waits() -> None:
+    cubins, _ = read_all([])
+    assert not early([k for _, k in kernels_of(cubins) if k.spec and k.spec.dependent])
+
+
+def test_a_kernel_that_does_not_wait_is_found(tmp_path: Path) -> None:
+    wait = "if constexpr (!::spec::kWaitsItself<__VA_ARGS__>) ptx::dependency_wait();"
+    kernel = build_norm(tmp_path, "90a", ("core/spec.cuh", wait, ""))
+    (breach,) = breaches(kernel)
+    assert breach.fact == "waits for the kernel before"
+    found = early([kernel])
+    assert any("STG" in text for text in found) and any("EXIT" in text for text in found)
+
+
+def test_a_path_that_does_not_wait_is_found(tmp_path: Path) -> None:
+    """Blocks past the live rows end first: the contract is kept, the chain of waits is not."""
+    threads, leave = "static constexpr int kThreads = Threads", "if (row >= *p.rows) return;"
+    itself = (NORM, threads, f"static constexpr bool kWaitsItself = true;\n{threads}")
+    first = build_norm(
+        tmp_path / "a", "90a", itself, (NORM, leave, f"ptx::dependency_wait();{leave}")
+    )
+    then = build_norm(
+        tmp_path / "b", "90a", itself, (NORM, leave, f"{leave}ptx::dependency_wait();")
+    )
+    assert not breaches(first) and not breaches(then)
+    assert not early([first])
+    (found,) = early([then])
+    assert "EXIT" in found
 
 
 @pytest.mark.parametrize(

@@ -56,7 +56,8 @@ def test_shared_bytes(variant: str) -> None:
     for kernel in built(variant, 128):
         spec = kernel.spec
         assert spec is not None
-        assert spec.tile == {"variant": variant, "hd": 128, "tq": rows, "tkv": keys}
+        tile = {"variant": variant, "hd": 128, "tq": rows, "tkv": keys}
+        assert {name: spec.tile[name] for name in tile} == tile
         assert (spec.threads, spec.smem_bytes, kernel.static_shared) == (threads, nbytes, 0)
 
 
