@@ -20,6 +20,8 @@
 // their way. swiglu halves the columns and rounds to fp16: its results wait in BN / 8 registers and
 // are written while the tensor cores are at the next tile.
 //
+// Before it waits for the kernel before it, a block reads the count of live rows and W only.
+//
 // Planes: a and w in the layout of the 128-byte swizzle, to which copies and descriptors agree.
 // Outside of the matrices TMA reads zeros. Rows of A past m that its buffer has are multiplied too;
 // they reach rows of acc past m only, which are not stored.
@@ -60,6 +62,7 @@ template <Epilogue E, int BN, int Stages, int Share, int Split>
 struct GemmWgmma {
   static constexpr int BM = 128, BK = 64;
   static constexpr int kThreads = 384, kMinBlocks = 1;
+  static constexpr bool kWaitsItself = true;
   static constexpr int kWarpgroup = 128, kWarps = 8;  // threads of a warpgroup; consuming warps
   static constexpr int kCluster = Share * Split;
   static constexpr int kUnitRows = BM * Share;
@@ -139,18 +142,33 @@ struct GemmWgmma {
     }
   }
 
+  // The first slots of W, which no kernel writes: they need not wait for the kernel before.
+  static __device__ __forceinline__ int early_steps(const Work& work) {
+    return min(work.steps, Stages);
+  }
+  static __device__ __forceinline__ void load_early(const Params& p, Smem& s, const Work& work) {
+    const int column = work.tile(work.first).column;
+    for (int step = 0; step < early_steps(work); ++step) {
+      ptx::barrier_expect(ptx::shared_address(&s.full[step]), kSlotBytes);
+      load_w(p, s, step, column, (work.first_step() + step) * BK, work.rank);
+    }
+  }
+
   static __device__ __forceinline__ void produce(const Params& p, Smem& s, const Work& work) {
     Ring ring;
+    int early = early_steps(work);
     for (int unit = work.first; unit < work.units(); unit += work.stride) {
       const TilePlace place = work.tile(unit);
-      for (int step = 0; step < work.steps; ++step, ring.advance()) {
+      for (int step = 0; step < work.steps; ++step, --early, ring.advance()) {
         const int k = (work.first_step() + step) * BK;
         const uint32_t full = ptx::shared_address(&s.full[ring.slot]);
-        // The first time round, the phase before the first counts as over.
-        ptx::barrier_wait(ptx::shared_address(&s.empty[ring.slot]), ring.phase ^ 1);
-        ptx::barrier_expect(full, kSlotBytes);
+        if (early <= 0) {
+          // The first time round, the phase before the first counts as over.
+          ptx::barrier_wait(ptx::shared_address(&s.empty[ring.slot]), ring.phase ^ 1);
+          ptx::barrier_expect(full, kSlotBytes);
+        }
         ptx::tensor_load(ptx::shared_address(s.a[ring.slot]), &p.a, full, k, place.row);
-        load_w(p, s, ring.slot, place.column, k, work.rank);
+        if (early <= 0) load_w(p, s, ring.slot, place.column, k, work.rank);
       }
     }
   }
@@ -418,7 +436,10 @@ struct GemmWgmma {
     }
     __syncthreads();
     const Work work(p, live);
-    if (work.first >= work.units()) return;  // the whole cluster does
+    if (work.first >= work.units()) {  // the whole cluster does
+      ptx::dependency_wait();
+      return;
+    }
     if (Split > 1 && threadIdx.x == 0) {  // the partial sums to come, before anybody may send one
       const int rank = blockIdx.x % kCluster, owned = (kWarps - rank + Split - 1) / Split;
       ptx::barrier_expect(ptx::shared_address(&s.summed),
@@ -426,6 +447,9 @@ struct GemmWgmma {
     }
     if constexpr (kCluster > 1) ptx::cluster_arrive();
     if constexpr (Share > 1) ptx::cluster_wait();  // with Split, when the sums go out
+    if (threadIdx.x == 0) load_early(p, s, work);
+    __syncwarp();  // before its other lanes wait
+    ptx::dependency_wait();
     if (threadIdx.x < kWarpgroup) {
       ptx::lower_registers<40>();
       if (threadIdx.x == 0) produce(p, s, work);
