@@ -111,6 +111,7 @@ class Engine:
         kv_tokens: int | None = None,
         memory_budget: int | None = None,
         graphs: str = "auto",
+        overlap: str = "auto",
         exact: str = "fast",
         stream: int | None = None,
         progress: Progress | None = None,
@@ -125,6 +126,8 @@ class Engine:
                 history, "r46_base", "r46", "r48", "r50" or "r57", for head dims 64 and 128.
             kv_dtype, graphs, exact: "f16", "auto" (or "off") and "fast"; other values are refused
                 until they exist.
+            overlap: "auto" lets a kernel start under the tail of the one before where the GPU can
+                (sm_90 and newer); "off" does not, for measuring and debugging. The same bits.
             max_tokens: rows of one pass; longer prompts take several. Default 4096, or the model's
                 context length if that is shorter.
             kv_tokens: the longest prompt without a cache of its own. By default the internal cache
@@ -140,7 +143,7 @@ class Engine:
         """
         from pyruntime.hub import resolve
 
-        check_options(weights, kv_dtype, graphs, exact)
+        check_options(weights, kv_dtype, graphs, overlap, exact)
         with GGUFFile.open(resolve(model)) as file:
             config = ModelConfig.from_gguf(file)
             kv_limit = kv_tokens
@@ -166,6 +169,7 @@ class Engine:
                 memory_budget=memory_budget,
                 stream=stream,
                 attention=attention,
+                overlap=overlap != "off",
                 progress=progress or (lambda _: None),
             )
             path = gpu.device_name + (f", attention {attention}" if attention != "auto" else "")
@@ -184,6 +188,7 @@ class Engine:
         kv_tokens: int | None = None,
         memory_budget: int | None = None,
         graphs: str = "auto",
+        overlap: str = "auto",
         exact: str = "fast",
         stream: int | None = None,
     ) -> dict[str, int]:
@@ -193,7 +198,7 @@ class Engine:
         nothing, nor does `attention`, whose kernels take no memory. While it loads, 64 MiB or more
         of staging buffers come on top. Raises: as `load` does for the file and the other options.
         """
-        check_options(weights, kv_dtype, graphs, exact)
+        check_options(weights, kv_dtype, graphs, overlap, exact)
         from pyruntime.hub import resolve
         from pyruntime.model.footprint import device_bytes
 

@@ -12,12 +12,13 @@ log = logging.getLogger("pyruntime")
 MAX_TOKENS = 4096  # default rows of one pass, if the model's context is that long
 
 
-def check_options(weights: str, kv_dtype: str, graphs: str, exact: str) -> None:
+def check_options(weights: str, kv_dtype: str, graphs: str, overlap: str, exact: str) -> None:
     """Refuses, by name, what does not exist yet. Raises ValueError."""
     for name, value, known in (
         ("weights", weights, ("auto", "fp16")),
         ("kv_dtype", kv_dtype, ("f16",)),
         ("graphs", graphs, ("auto", "off")),
+        ("overlap", overlap, ("auto", "off")),
         ("exact", exact, ("fast",)),
     ):
         if value not in known:

@@ -27,8 +27,8 @@ ENDERS = {"cuModuleUnload": "modules", "cuStreamDestroy": "streams", "cuEventDes
 ANSWERS = {  # of functions without a state
     "cuDriverGetVersion": 13000, "cuDeviceGetCount": 1, "cuDeviceGetName": b"Made-up GPU\0",
     "cuFuncLoad": None, "cuFuncSetAttribute": None, "cuOccupancyMaxActiveClusters": 60,
-    "cuTensorMapEncodeTiled": driver.CUtensorMap(), "cuLaunchKernel": None,
-    "cuLaunchKernelEx": None, "cuStreamSynchronize": None, "cuEventRecord": None,
+    "cuTensorMapEncodeTiled": driver.CUtensorMap(), "cuLaunchKernelEx": None,
+    "cuStreamSynchronize": None, "cuEventRecord": None,
     "cuEventSynchronize": None, "cuEventElapsedTime": 1.0,
 }  # fmt: skip
 ATTRIBUTES = {  # of the device and of every kernel

@@ -46,8 +46,6 @@ class TimedDriver(FakeDriver):
 
     def _result(self, name: str, *arguments: Any) -> Any:
         match name, arguments:
-            case "cuLaunchKernel", (kernel, *_, parameters, _):
-                self._launch(kernel, parameters)
             case "cuLaunchKernelEx", (_, kernel, parameters, _):
                 self._launch(kernel, parameters)
             case "cuMemcpyDtoDAsync", _:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import struct
 from contextlib import suppress
+from functools import cached_property
 from typing import Any
 
 from pyruntime.cubin.installed import cubins_for, manifest
@@ -61,19 +62,36 @@ class Kernel:
         raw_type = ctypes.c_char * self.spec.param_bytes
         return raw_type.from_buffer(raw, shift)
 
+    def config(self, grid: tuple[int, int, int]) -> Any:
+        """The CUlaunchConfig of a launch, whole but for the stream.
 
-def cluster_launch(spec: KernelSpec, grid: tuple[int, int, int]) -> Any:
-    """The CUlaunchConfig of a kernel that asks for clusters, whole but for the stream."""
-    driver = api.bindings()
-    config, cluster = driver.CUlaunchConfig(), driver.CUlaunchAttribute()
-    config.gridDimX, config.gridDimY, config.gridDimZ = grid
-    config.blockDimX, config.blockDimY, config.blockDimZ = spec.threads, 1, 1
-    config.sharedMemBytes = spec.smem_bytes
-    cluster.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
-    size = cluster.value.clusterDim
-    size.x, size.y, size.z = spec.cluster, 1, 1
-    config.attrs, config.numAttrs = [cluster], 1
-    return config
+        If the kernel is dependent, the last attribute lets it start before the kernel before it has
+        ended; `numAttrs` leaves it out.
+        """
+        config = api.bindings().CUlaunchConfig()
+        config.gridDimX, config.gridDimY, config.gridDimZ = grid
+        config.blockDimX, config.blockDimY, config.blockDimZ = self.spec.threads, 1, 1
+        config.sharedMemBytes = self.spec.smem_bytes
+        config.attrs = self._attributes
+        config.numAttrs = len(self._attributes) - self.spec.dependent
+        return config
+
+    @cached_property
+    def _attributes(self) -> list[Any]:  # making one takes longer than a config
+        driver, found = api.bindings(), []
+        ids = driver.CUlaunchAttributeID
+        if self.spec.cluster > 1:
+            cluster = driver.CUlaunchAttribute()
+            cluster.id = ids.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+            size = cluster.value.clusterDim
+            size.x, size.y, size.z = self.spec.cluster, 1, 1
+            found.append(cluster)
+        if self.spec.dependent:
+            dependent = driver.CUlaunchAttribute()
+            dependent.id = ids.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+            dependent.value.programmaticStreamSerializationAllowed = 1
+            found.append(dependent)
+        return found
 
 
 class Library:
@@ -127,18 +145,17 @@ class Library:
         api.call(
             "cuFuncSetAttribute", function, attribute, spec.smem_bytes, what=f"kernel {spec.name}"
         )
-        clusters = None
+        kernel = Kernel(spec, function, _attribute(function, "NUM_REGS"))
         if spec.cluster > 1:
-            one = cluster_launch(spec, (spec.cluster, 1, 1))
-            clusters = int(api.call("cuOccupancyMaxActiveClusters", function, one, what=spec.name))
-            if not clusters:
+            one = kernel.config((spec.cluster, 1, 1))
+            found = api.call("cuOccupancyMaxActiveClusters", function, one, what=spec.name)
+            kernel.clusters = int(found)
+            if not kernel.clusters:
                 self.refused[spec.name] = (
                     f"{spec.name} asks for clusters of {spec.cluster} blocks; "
                     f"{self.device.name} has no room for one"
                 )
                 return
-        registers = _attribute(function, "NUM_REGS")
-        kernel = Kernel(spec, function, registers, clusters)
         self._kernels[spec.name] = kernel
         self._families.setdefault(spec.family, []).append(kernel)
 

@@ -1,4 +1,11 @@
-"""A recorded list of launches: parameters are encoded once, running it only calls the driver."""
+"""A recorded list of launches: parameters are encoded once, running it only calls the driver.
+
+Where kernels can (cuda/core/spec.cuh), a launch may start before the one before it has ended
+(programmatic dependent launch, CUDA programming guide, "Programmatic Dependent Launch and
+Synchronization"): its launch latency and prologue then run under the other's tail. This holds
+between two kernels that follow each other in the stream. The first launch of a run, and whatever
+the stream holds after its last (a copy, an event), waits for all before it.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +13,12 @@ import ctypes
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from functools import cached_property
+from itertools import chain
 from typing import Any
 
 from pyruntime.driver import api
-from pyruntime.driver.library import Kernel, cluster_launch
+from pyruntime.driver.library import Kernel
 from pyruntime.driver.stream import Stream
 
 
@@ -25,10 +34,19 @@ class Launch:
         self._owned = list(params.values())  # arrays that the encoded addresses point into
         self._block = kernel.pack(params)
         self._pointers = (ctypes.c_void_p * 1)(ctypes.addressof(self._block))
-        spec = kernel.spec
-        self.head = (kernel.function, *grid, spec.threads, 1, 1, spec.smem_bytes)
-        self.clustered = cluster_launch(spec, grid) if spec.cluster > 1 else None
         self.arguments = ctypes.addressof(self._pointers)
+        self.function = kernel.function
+
+    @cached_property
+    def config(self) -> Any:
+        """See `Kernel.config`."""
+        return self.kernel.config(self.grid)
+
+    @cached_property
+    def attributes(self) -> tuple[int, int]:
+        """How many attributes of `config` count: after a full wait, and overlapping."""
+        alone = self.config.numAttrs
+        return alone, alone + self.kernel.spec.dependent
 
     def __str__(self) -> str:
         spec = self.kernel.spec
@@ -74,23 +92,32 @@ class Program:
         self.launches.append(Launch(kernel, (x, y, z), params, self._role or kernel.spec.family))
         self._counts[kernel] += 1
 
-    def run(self, stream: Stream) -> None:
+    def run(self, stream: Stream, *then: Program, overlap: bool = True) -> None:
         """Enqueues every launch on `stream` and counts it; the device's context must be current.
+
+        What kernels read before they wait for the one before must not be written by any launch of
+        the run: weights, counts of rows, and the live block.
+
+        Args:
+            then: programs whose launches follow, as if they were this one's.
+            overlap: whether launches from the second on may start before the one before has ended.
+                Results are the same bits; without it, each launch has the GPU to itself.
 
         Raises:
             CudaError: a launch failed; the text names kernel, grid and bytes.
         """
-        driver = api.bindings()
-        launch_kernel, launch_clusters = driver.cuLaunchKernel, driver.cuLaunchKernelEx
+        launch_kernel = api.bindings().cuLaunchKernelEx
         handle = stream.handle
-        for launch in self.launches:
-            if launch.clustered is None:
-                (status,) = launch_kernel(*launch.head, handle, launch.arguments, 0)
-            else:
-                launch.clustered.hStream = handle
-                function = launch.kernel.function
-                (status,) = launch_clusters(launch.clustered, function, launch.arguments, 0)
+        overlaps = False
+        programs = (self, *then)
+        for launch in chain.from_iterable(program.launches for program in programs):
+            config = launch.config
+            config.hStream = handle
+            config.numAttrs = launch.attributes[overlaps]
+            (status,) = launch_kernel(config, launch.function, launch.arguments, 0)
             if status:
-                raise api.failure("cuLaunchKernel", status, str(launch))
-        for kernel, count in self._counts.items():
-            kernel.launches += count
+                raise api.failure("cuLaunchKernelEx", status, str(launch))
+            overlaps = overlap
+        for program in programs:
+            for kernel, count in program._counts.items():
+                kernel.launches += count

@@ -56,6 +56,7 @@ class GpuModel:
         memory_budget: the most bytes that `device_bytes` may come to; all that is free by default.
         stream: a foreign stream's handle (an address), or None for one of its own.
         attention: the attention kernel, see `ops.attention.choose`.
+        overlap: whether launches of a pass may overlap, see `Program.run`.
         progress: called with the file bytes of each piece that has arrived.
 
     Raises:
@@ -76,10 +77,12 @@ class GpuModel:
         memory_budget: int | None = None,
         stream: int | None = None,
         attention: str = "auto",
+        overlap: bool = True,
         progress: Callable[[int], object] = lambda _: None,
     ) -> None:
         self.config = config
         self.max_tokens = max_tokens
+        self.overlap = overlap
         self.gpu_seconds = 0.0  # of the last forward pass
         self.host_span = (0.0, 0.0)  # and its first enqueue and end of waiting (perf_counter)
         self._lock = threading.RLock()
@@ -260,8 +263,7 @@ class GpuModel:
             enqueued = time.perf_counter()
             self._started.record(stream)
             self._upload(tokens, cache, wanted)
-            program.run(stream)
-            head.run(stream)
+            program.run(stream, head, overlap=self.overlap)
             decoder.live.download_overflow(stream)
             self._ended.record(stream)
             stream.synchronize()

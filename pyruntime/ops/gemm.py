@@ -37,7 +37,7 @@ def gemm(
 
     Args:
         a: float16 [at least max_rows, k], k a multiple of 8.
-        w: float16 [n, k].
+        w: float16 [n, k]; nothing in the same run of the program may write it (`Program.run`).
         c: float32 [at least max_rows, n]; "swiglu": float16 [at least max_rows, n / 2]. Rows past
             the live ones are neither read nor written. Columns: any number for "f32", otherwise
             rows of a whole number of 16-byte units.

@@ -16,7 +16,7 @@ from pyruntime import Engine
 from pyruntime.driver.device import Device
 from pyruntime.driver.library import Library
 from pyruntime.driver.memory import DeviceArray
-from pyruntime.driver.program import Launch
+from pyruntime.driver.program import Launch, Program
 from pyruntime.errors import CubinError, CudaError, OutOfMemoryError
 
 PATH = model_path("tiny-llama-q4_k_m")
@@ -89,15 +89,11 @@ def test_a_failed_launch_names_kernel_grid_and_bytes(gpu: Any) -> None:
     (kernel,) = gpu.library.family("norm")
     params = dict.fromkeys((p.name for p in kernel.spec.params), 0)
     launch = Launch(kernel, (3, 1, 1), {**params, "eps": 0.0}, "norm")
-    launch.head = (*launch.head[:4], 4096, *launch.head[5:])  # more threads than a block can have
-    from pyruntime.driver.program import Program
-
-    program = Program()
-    program.launches.append(launch)
+    launch.config.blockDimX = 4096  # more threads than a block can have
     with pytest.raises(
-        CudaError, match=rf"cuLaunchKernel.*{kernel.name}, grid \(3, 1, 1\).* B shared"
+        CudaError, match=rf"cuLaunchKernelEx.*{kernel.name}, grid \(3, 1, 1\).* B shared"
     ):
-        gpu.run(program)
+        gpu.run(Program([launch]))
 
 
 def test_a_row_beyond_the_device_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:

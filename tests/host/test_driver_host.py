@@ -84,7 +84,9 @@ def test_a_program_counts_the_launches_of_each_run(monkeypatch: pytest.MonkeyPat
     def launch(*_: object) -> tuple[Status]:
         return (Status(answers[0]),)
 
-    driver = SimpleNamespace(cuLaunchKernel=launch, cuLaunchKernelEx=launch)
+    driver = SimpleNamespace(
+        cuLaunchKernelEx=launch, CUlaunchConfig=SimpleNamespace, CUlaunchAttributeID=None
+    )
     monkeypatch.setattr(api, "bindings", lambda: driver)
     kernels = [Kernel(SPEC, object(), 32) for _ in range(2)]
     program = Program()
@@ -99,46 +101,103 @@ def test_a_program_counts_the_launches_of_each_run(monkeypatch: pytest.MonkeyPat
 
 
 def test_a_failure_names_call_code_and_what() -> None:
-    error = api.failure("cuLaunchKernel", Status(1), "kernel x, grid (1, 1, 1)")
+    error = api.failure("cuLaunchKernelEx", Status(1), "kernel x, grid (1, 1, 1)")
     assert str(error) == (
-        "cuLaunchKernel failed: CUDA_ERROR_INVALID_VALUE (1); kernel x, grid (1, 1, 1)"
+        "cuLaunchKernelEx failed: CUDA_ERROR_INVALID_VALUE (1); kernel x, grid (1, 1, 1)"
     )
 
 
-def test_a_kernel_with_clusters_is_launched_with_its_attribute(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+Launched = list[tuple[str, int, int, list[Any]]]
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> Launched:
+    """Launches on a driver of the bindings' types alone: function, stream, arguments, attributes
+    that count."""
     from cuda.bindings import driver
 
-    calls: list[Any] = []
+    calls: Launched = []
 
     class Driver:
-        """The bindings' types; launches are written down."""
-
         def __getattr__(self, name: str) -> Any:
-            if name.startswith("cuLaunchKernel"):
-                return lambda *args: (calls.append((name, args)), (0,))[1]
             return getattr(driver, name)
 
+        def cuLaunchKernelEx(  # noqa: N802
+            self, config: Any, function: str, arguments: int, extra: int
+        ) -> tuple[int]:
+            shape = (config.blockDimX, config.blockDimY, config.blockDimZ, config.sharedMemBytes)
+            assert shape == (SPEC.threads, 1, 1, SPEC.smem_bytes)
+            attributes = config.attrs[: config.numAttrs]
+            calls.append((function, int(config.hStream), arguments, attributes))
+            return (0,)
+
     monkeypatch.setattr(api, "bindings", Driver)
-    params: dict[str, Any] = {"map": b"", "p": 0, "n": 1, "s": 1.0}
-    clustered = Kernel(dataclasses.replace(SPEC, tile={"cluster": 3}), "function", 32)
+    return calls
+
+
+def row(function: str, **tile: int | str) -> Kernel:
+    return Kernel(dataclasses.replace(SPEC, tile=tile), function, 32)
+
+
+PARAMS: dict[str, Any] = {"map": b"", "p": 0, "n": 1, "s": 1.0}
+
+
+def test_a_kernel_with_clusters_is_launched_with_its_attribute(launched: Launched) -> None:
+    clustered = row("clustered", cluster=3)
     program = Program()
-    program.add(KERNEL, grid=4, **params)
-    program.add(clustered, grid=6, **params)
+    program.add(row("plain"), grid=4, **PARAMS)
+    program.add(clustered, grid=(6, 5), **PARAMS)
     with pytest.raises(ValueError, match=r"demo_x: grid \(4, 1, 1\) in clusters of 3"):
-        program.add(clustered, grid=4, **params)
+        program.add(clustered, grid=4, **PARAMS)
     for handle in (7, 9):
         program.run(Stream(None, handle))  # type: ignore[arg-type]
-    assert [name for name, _ in calls] == ["cuLaunchKernel", "cuLaunchKernelEx"] * 2
-    config, function, arguments, _ = calls[-1][1]
-    assert (function, arguments) == ("function", program.launches[1].arguments)
-    assert (config.gridDimX, config.blockDimX, config.sharedMemBytes) == (6, 128, 1024)
-    assert int(config.hStream) == 9
-    (attribute,) = config.attrs
-    assert attribute.id == driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+    functions = [(function, stream) for function, stream, *_ in launched]
+    assert functions == [("plain", 7), ("clustered", 7), ("plain", 9), ("clustered", 9)]
+    assert [arguments for _, _, arguments, _ in launched[2:]] == [
+        launch.arguments for launch in program.launches
+    ]
+    config = program.launches[1].config
+    assert (config.gridDimX, config.gridDimY, config.gridDimZ) == (6, 5, 1)
+    assert [len(attributes) for *_, attributes in launched] == [0, 1, 0, 1]
+    (attribute,) = launched[-1][-1]
+    assert attribute.id.name == "CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION"
     size = attribute.value.clusterDim
     assert (size.x, size.y, size.z) == (3, 1, 1)
+
+
+def overlapping(launched: Launched) -> list[bool]:
+    """Which launches may start before the one before has ended; forgets them."""
+    name = "CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION"
+    found = []
+    for *_, attributes in launched:
+        dependent = [x.value for x in attributes if x.id.name == name]
+        assert all(value.programmaticStreamSerializationAllowed == 1 for value in dependent)
+        found.append(bool(dependent))
+    launched.clear()
+    return found
+
+
+def test_dependent_kernels_overlap_from_the_second_launch_of_a_run_on(launched: Launched) -> None:
+    program, after = Program(), Program()
+    for kernel in (
+        row("a", dependent=1), row("b", dependent=1, cluster=2), row("c"), row("d", dependent=1),
+    ):  # fmt: skip
+        program.add(kernel, grid=2, **PARAMS)
+    after.add(row("e", dependent=1), grid=2, **PARAMS)
+    stream: Any = Stream(None, 7)  # type: ignore[arg-type]
+    for _ in range(2):
+        program.run(stream)
+        assert overlapping(launched) == [False, True, False, True]
+    program.run(stream, after)
+    assert [function for function, *_ in launched] == list("abcde")
+    assert [len(attributes) for *_, attributes in launched] == [0, 2, 0, 1, 1]
+    assert overlapping(launched) == [False, True, False, True, True]
+    program.run(stream, after, overlap=False)
+    assert [len(attributes) for *_, attributes in launched] == [0, 1, 0, 0, 0]
+    assert overlapping(launched) == [False] * 5
+    after.run(stream)  # a run of its own
+    assert overlapping(launched) == [False]
+    assert [x.kernel.launches for x in (*program.launches, *after.launches)] == [4, 4, 4, 4, 3]
 
 
 def test_a_launch_has_the_role_of_its_block_or_its_family() -> None:

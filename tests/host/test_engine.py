@@ -74,6 +74,7 @@ def test_too_long_a_prompt_changes_nothing(engine: Engine) -> None:
         {"kv_dtype": "e4m3"},
         {"exact": "invariant"},
         {"graphs": "on"},
+        {"overlap": "on"},
         {"device": "tpu"},
         {"max_tokens": 0},
         {"max_tokens": 1.5},

@@ -218,6 +218,6 @@ def test_wgmma_grids_and_boxes(
         if split == 1:  # persistent
             clusters = min(clusters, kernel.clusters or 132)
         assert launch.grid == (clusters * share * split, 1, 1)
-        assert (launch.clustered is not None) == (share * split > 1)
+        assert launch.config.numAttrs == (share * split > 1)
         sizes = [([int(x) for x in m[3]], [int(x) for x in m[5]]) for m in driver.maps]
         assert sizes == [([k, rows + 3], [64, 128]), ([k, n], [64, bn // share])]

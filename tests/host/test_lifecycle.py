@@ -32,7 +32,7 @@ def on_call(name: str, action: Callable[[], object]) -> Callable[[str, tuple[Any
 # Loading
 
 MAKING_OR_FILLING = (
-    *MAKERS, "cuModuleGetFunction", "cuFuncSetAttribute", "cuMemcpyHtoDAsync", "cuLaunchKernel"
+    *MAKERS, "cuModuleGetFunction", "cuFuncSetAttribute", "cuMemcpyHtoDAsync", "cuLaunchKernelEx"
 )  # fmt: skip
 
 
@@ -74,15 +74,15 @@ def test_a_file_that_shrinks_during_its_load(
 
 
 def test_the_first_failure_of_a_load_is_the_one_reported(driver: FakeDriver, load: Load) -> None:
-    driver.hook = on_call("cuLaunchKernel", lambda: setattr(driver, "lost", ILLEGAL_ADDRESS))
-    with pytest.raises(CudaError, match=r"cuLaunchKernel failed: .*kernel dequant"):
+    driver.hook = on_call("cuLaunchKernelEx", lambda: setattr(driver, "lost", ILLEGAL_ADDRESS))
+    with pytest.raises(CudaError, match=r"cuLaunchKernelEx failed: .*kernel dequant"):
         load()
 
 
 def test_a_failure_to_free_does_not_hide_why_a_load_failed(driver: FakeDriver, load: Load) -> None:
     driver.cuDevicePrimaryCtxRetain(0)  # somebody else's, so that the context stays
-    driver.fail = {"cuLaunchKernel": (0, INVALID_VALUE), "cuModuleUnload": (0, INVALID_VALUE)}
-    with pytest.raises(CudaError, match="cuLaunchKernel failed"):
+    driver.fail = {"cuLaunchKernelEx": (0, INVALID_VALUE), "cuModuleUnload": (0, INVALID_VALUE)}
+    with pytest.raises(CudaError, match="cuLaunchKernelEx failed"):
         load()
     assert driver.fail == {}
 
@@ -138,6 +138,30 @@ def test_closing_is_quiet_when_somebody_else_lost_the_context(
     assert driver.calls["cuStreamDestroy"] > 0
 
 
+# Launches
+
+
+@pytest.mark.parametrize("overlap", ["auto", "off"])
+def test_a_pass_overlaps_from_its_second_launch_on(
+    driver: FakeDriver, load: Load, overlap: str
+) -> None:
+    engine = load(overlap=overlap)
+    dependent: list[bool] = []
+
+    def note(name: str, arguments: tuple[Any, ...]) -> None:
+        if name == "cuLaunchKernelEx":
+            config = arguments[0]
+            ids = [attribute.id.name for attribute in config.attrs[: config.numAttrs]]
+            dependent.append("CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION" in ids)
+
+    driver.hook = note
+    for tokens in (1, 16):
+        engine.prefill([1] * tokens)
+        able = driver.attributes["COMPUTE_CAPABILITY_MAJOR"] >= 9 and overlap == "auto"
+        assert dependent == [False] + [able] * (len(dependent) - 1) and len(dependent) > 10
+        dependent.clear()
+
+
 # Failures in use
 
 
@@ -154,10 +178,10 @@ def test_a_lost_context_is_remembered_wherever_it_shows(driver: FakeDriver, load
 def test_a_context_lost_by_a_failed_pass_is_remembered(driver: FakeDriver, load: Load) -> None:
     """The launch that fails is not what lost it: that shows when the rest is waited for."""
     engine = load()
-    driver.fail["cuLaunchKernel"] = (5, TOO_MANY_RESOURCES)
+    driver.fail["cuLaunchKernelEx"] = (5, TOO_MANY_RESOURCES)
     lose = on_call("cuStreamSynchronize", lambda: setattr(driver, "lost", ILLEGAL_ADDRESS))
     driver.hook = lose
-    with pytest.raises(CudaError, match="cuLaunchKernel failed"):
+    with pytest.raises(CudaError, match="cuLaunchKernelEx failed"):
         engine.prefill([1])
     with pytest.raises(EngineError, match="lost by an earlier failure: cuStreamSynchronize failed"):
         engine.prefill([1])
@@ -170,7 +194,7 @@ def test_an_interrupted_pass_is_waited_for(driver: FakeDriver, load: Load) -> No
     called: list[str] = []
 
     def interrupt(name: str, arguments: tuple[Any, ...]) -> None:
-        if name in ("cuLaunchKernel", "cuStreamSynchronize"):
+        if name in ("cuLaunchKernelEx", "cuStreamSynchronize"):
             called.append(name)
             if len(called) == 5:
                 raise KeyboardInterrupt
@@ -178,7 +202,7 @@ def test_an_interrupted_pass_is_waited_for(driver: FakeDriver, load: Load) -> No
     driver.hook = interrupt
     with pytest.raises(KeyboardInterrupt):
         engine.prefill([1, 2], cache=cache)
-    assert called == ["cuLaunchKernel"] * 5 + ["cuStreamSynchronize"]
+    assert called == ["cuLaunchKernelEx"] * 5 + ["cuStreamSynchronize"]
     assert cache.length == 0
 
 
