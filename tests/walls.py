@@ -40,7 +40,7 @@ def made_up_wall(**each: float) -> dict[str, Any]:
     ms = [times[role] for role, _ in launches]
     slices = account(launches, ms, work, ROOF)
     busy = sum(ms) * 1.001
-    gap = explain([Call(busy + 0.5, 0.1, busy + 0.1, 0.05)], busy, 0.02)
+    gap = explain([Call(busy + 0.5, 0.1, busy + 0.1, 0.05)], busy, busy, 0.02)
     return {
         "schema": "pyruntime.wall/1",
         "model": {"name": config.name},
@@ -58,6 +58,7 @@ def made_up_wall(**each: float) -> dict[str, Any]:
         "clocks": None,
         "roofline": asdict(ROOF),
         "busy_ms": [busy],
+        "overlapped_ms": [busy],
         "wall_ms": [busy + 0.5],
         "gpu_ms": [busy + 0.1],
         "event_us": 1.2,
@@ -67,5 +68,5 @@ def made_up_wall(**each: float) -> dict[str, Any]:
             {"role": role, "kernel": kernel, "ms": t}
             for (role, kernel), t in zip(launches, ms, strict=True)
         ],
-        "checks": checks(NT, slices, InPlace([busy], [ms], 0.001), gap, True),
+        "checks": checks(NT, slices, InPlace([busy], [busy], [ms], 0.001), gap, True),
     }

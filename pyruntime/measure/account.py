@@ -70,8 +70,14 @@ def account(
     return slices
 
 
-def explain(calls: Sequence[Call], busy: float, copies: float) -> list[dict[str, Any]]:
-    """Where the wall time beyond GPU-busy goes, in medians; the parts add up to the gap."""
+def explain(
+    calls: Sequence[Call], busy: float, overlapped: float, copies: float
+) -> list[dict[str, Any]]:
+    """Where the wall time beyond GPU-busy goes, in medians; the parts add up to the gap.
+
+    Args:
+        overlapped: what `busy` comes to where launches overlap.
+    """
 
     def part(name: str, values: list[float]) -> dict[str, Any]:
         return {"name": name, "ms": statistics.median(values)}
@@ -79,9 +85,10 @@ def explain(calls: Sequence[Call], busy: float, copies: float) -> list[dict[str,
     return [
         part("host, before the first launch", [c.before for c in calls]),
         part("copies of ids and flags", [copies]),
-        part("GPU waiting for launches", [c.gpu - copies - busy for c in calls]),
+        part("GPU waiting for launches", [c.gpu - copies - overlapped for c in calls]),
         part("host, after the wait", [c.after for c in calls]),
         part("driver", [c.wall - c.before - c.gpu - c.after for c in calls]),
+        part("launches that overlap", [overlapped - busy]),
     ]
 
 

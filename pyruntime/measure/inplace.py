@@ -1,5 +1,8 @@
 """Every launch of a program timed where it stands, and the program timed as a whole.
 
+Launches are timed one after the other: none starts before the one before has ended, so that their
+times add up. What a program gains where they overlap is timed apart.
+
 Events between the launches cost time of their own. How much is measured on a short launch, with and
 without them, and taken off. The GPU is kept busy while the host enqueues, so that no launch waits
 for the host: what is timed is the GPU alone.
@@ -53,12 +56,14 @@ class InPlace:
     """Milliseconds, one entry per round.
 
     Attributes:
-        busy: all launches, with nothing between them.
+        busy: all launches one after the other, with nothing between them.
+        overlapped: all launches as a prefill runs them.
         each: per round one time per launch, without the events' cost.
         event: what one event between launches costs.
     """
 
     busy: list[float]
+    overlapped: list[float]
     each: list[list[float]]
     event: float
 
@@ -69,12 +74,13 @@ class InPlace:
 
 
 def time_in_place(
-    launches: Sequence[Launch], stream: Stream, *, rounds: int, rest: float
+    launches: Sequence[Launch], stream: Stream, *, rounds: int, rest: float, overlap: bool
 ) -> InPlace:
     """Times `launches` in order, in `rounds` rounds; the context must be current.
 
     Args:
         rest: seconds before each run.
+        overlap: whether a prefill lets them overlap, see `Program.run`.
     """
     hold = Hold(stream)
     steps = [_step(launch, stream) for launch in launches]
@@ -87,14 +93,15 @@ def time_in_place(
 
     whole = Program(launches)
     run(steps)  # warms up
-    busy, each = [], []
+    busy, overlapped, each = [], [], []
     for _ in range(rounds):
-        busy += run([lambda: whole.run(stream)])
+        busy += run([lambda: whole.run(stream, overlap=False)])
+        overlapped += run([lambda: whole.run(stream, overlap=overlap)])
         each.append(run(steps))
     shortest = steps[int(np.argmin(each[0]))]
     event = _event_cost([shortest] * SHORT, run, rounds)
     hold.close()
-    return InPlace(busy, [[t - event for t in times] for times in each], event)
+    return InPlace(busy, overlapped, [[t - event for t in times] for times in each], event)
 
 
 def _step(launch: Launch, stream: Stream) -> Callable[[], object]:

@@ -49,8 +49,11 @@ def kernel_figures(names: set[str], architecture: str) -> dict[str, dict[str, An
 def role_times(engine: Engine, ids: NDArray[Any], rounds: int) -> dict[str, float]:
     """Milliseconds of each role in a prefill of `ids` [nt], timed in place."""
     times: dict[str, float] = {}
-    with gpu_model(engine).staged(ids, engine.new_cache(len(ids))) as (launches, stream):
-        timed = time_in_place(launches, stream, rounds=rounds, rest=REGIMES["burst"].rest)
+    model = gpu_model(engine)
+    with model.staged(ids, engine.new_cache(len(ids))) as (launches, stream):
+        timed = time_in_place(
+            launches, stream, rounds=rounds, rest=REGIMES["burst"].rest, overlap=model.overlap
+        )
         for launch, ms in zip(launches, timed.medians, strict=True):
             times[launch.role] = times.get(launch.role, 0.0) + ms
     return times

@@ -47,14 +47,14 @@ def measure_wall(
         calls = [_call(engine, ids, rest) for _ in range(rounds)]
         clock = probe.mhz()
         with model.staged(ids, cache) as (launches, stream):
-            timed = time_in_place(launches, stream, rounds=rounds, rest=rest)
+            timed = time_in_place(launches, stream, rounds=rounds, rest=rest, overlap=model.overlap)
             copies = _copies(stream, model.max_tokens, rounds)
             about = records.identity(model.device, launches, commit)
             named = [(launch.role, launch.kernel.name) for launch in launches]
         logits = np.asarray(engine.prefill(ids).logits)
     expected = expected_work(engine.config, nt, model.weights.outer["embedding"].shape[1])
     slices = account(named, timed.medians, expected, roofline)
-    gap = explain(calls, statistics.median(timed.busy), copies)
+    gap = explain(calls, statistics.median(timed.busy), statistics.median(timed.overlapped), copies)
     return {
         "model": _model(engine),
         "nt": nt,
@@ -64,6 +64,7 @@ def measure_wall(
         "clocks": telemetry.record(),
         "roofline": asdict(roofline),
         "busy_ms": timed.busy,
+        "overlapped_ms": timed.overlapped,
         "wall_ms": [call.wall for call in calls],
         "gpu_ms": [call.gpu for call in calls],
         "event_us": 1e3 * timed.event,

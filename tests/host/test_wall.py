@@ -153,8 +153,8 @@ def long_checks(*, busy: float = 70.0, total: float = 70.5, gpu: float = 70.3) -
     """The checks of a made-up wall of 3,325 tokens."""
     slices = [{"role": "qkv", "launches": 28, "launches_expected": 28, "ms": total}]
     calls = [Call(wall=gpu + 0.3, before=0.1, gpu=gpu, after=0.05)]
-    timed = InPlace([busy], [[total]], 0.001)
-    found = checks(3325, slices, timed, explain(calls, busy, 0.02), True)
+    timed = InPlace([busy], [busy], [[total]], 0.001)
+    found = checks(3325, slices, timed, explain(calls, busy, busy, 0.02), True)
     return {c["name"]: c["passed"] for c in found}
 
 
@@ -171,7 +171,11 @@ def test_a_gap_that_is_not_explained_fails() -> None:
 
 def test_the_parts_of_the_gap_add_up() -> None:
     calls = [Call(wall=75.0 + i, before=1.0, gpu=72.0, after=0.5) for i in range(3)]
-    assert sum(p["ms"] for p in explain(calls, 70.0, 0.1)) == pytest.approx(76.0 - 70.0)
+    gap = explain(calls, 70.0, 69.2, 0.1)
+    assert sum(p["ms"] for p in gap) == pytest.approx(76.0 - 70.0)
+    named = {p["name"]: p["ms"] for p in gap}
+    assert named["launches that overlap"] == pytest.approx(-0.8)
+    assert named["GPU waiting for launches"] == pytest.approx(72.0 - 0.1 - 69.2)
 
 
 def test_the_graph_of_a_7b_model_is_the_published_one() -> None:
