@@ -10,6 +10,8 @@
 // Planes: a ring of Stages slots, each BM rows of A and BN rows of W by BK columns, filled by
 // cp.async. Rows past m or n and columns past k become zeros; nothing outside A and W is addressed.
 //
+// Before it waits for the kernel before it, a block reads the count of live rows and W only.
+//
 // Bytes: (BM + BN) * k * 2 per tile from L2, for 2 * BM * BN * k flops.
 //
 // Every accumulator is a chain of m16n8k16 products in ascending k, whatever the row of the table:
@@ -37,6 +39,7 @@
 template <Epilogue E, int BM, int BN, int BK, int Stages, int WarpsM, int WarpsN, int Blocks>
 struct Gemm {
   static constexpr int kThreads = 32 * WarpsM * WarpsN, kMinBlocks = Blocks;
+  static constexpr bool kWaitsItself = true;
   static constexpr int kWarpRows = BM / WarpsM, kWarpColumns = BN / WarpsN;
   static constexpr int kChunks = BK / 8;   // 16-byte chunks of a tile row: the unit of every copy
   static constexpr int kSlices = BK / 16;  // mma depths of a stage
@@ -132,7 +135,10 @@ struct Gemm {
   static __device__ void run(const Params& p) {
     const int m = *p.rows;
     const int row_tiles = (m + BM - 1) / BM, column_tiles = (p.n + BN - 1) / BN;
-    if (blockIdx.x >= row_tiles * column_tiles) return;
+    if (blockIdx.x >= row_tiles * column_tiles) {
+      ptx::dependency_wait();
+      return;
+    }
     const auto [row0, column0] = place_of<BM, BN>(blockIdx.x, row_tiles, column_tiles);
 
     Smem& s = spec::shared<Smem>();
@@ -140,21 +146,30 @@ struct Gemm {
     int chunk = threadIdx.x % kChunks;  // of the next step to copy
     Share<BM, 2> a(p.a, row0, m, p.k, chunk, ptx::shared_address(s.a));
     Share<BN, kRun> w(p.w, column0, p.n, p.k, chunk, ptx::shared_address(s.w));
-    int filled = 0;
-    auto fill_next = [&] {
-      a.copy(filled, chunk < chunks);
-      w.copy(filled, chunk < chunks);
-      filled = filled + 1 == Stages ? 0 : filled + 1;
-      chunk += kChunks;
-      const int advance = chunk < chunks ? BK : 0;
-      a.source += advance;
-      w.source += advance;
+    // Copies a matrix's share of the step that is `ahead` of the next one to copy.
+    const auto fill = [&](auto& share, int slot, int ahead) {
+      const int at = chunk + ahead * kChunks;
+      share.copy(slot, at < chunks);
+      share.source += at + kChunks < chunks ? BK : 0;
     };
+    // W, which no kernel writes, need not wait for the kernel before.
+#pragma unroll
+    for (int stage = 0; stage < Stages - 1; ++stage)
+      if (stage < steps) fill(w, stage, stage);
+    ptx::dependency_wait();
 #pragma unroll
     for (int stage = 0; stage < Stages - 1; ++stage) {
-      if (stage < steps) fill_next();
-      ptx::copy_async_commit();
+      if (stage < steps) fill(a, stage, stage);
+      ptx::copy_async_commit();  // the first group has all of these W
     }
+    chunk += min(steps, Stages - 1) * kChunks;
+    int filled = Stages - 1;
+    auto fill_next = [&] {
+      fill(a, filled, 0);
+      fill(w, filled, 0);
+      filled = filled + 1 == Stages ? 0 : filled + 1;
+      chunk += kChunks;
+    };
 
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     const int warp_row = warp / WarpsN * kWarpRows, warp_column = warp % WarpsN * kWarpColumns;
