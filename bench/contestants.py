@@ -35,14 +35,14 @@ Contestants = dict[str, Callable[[], object]]
 
 
 class Gpu:
-    """Device 0, with a stream that torch and we share, and with our kernels."""
+    """Device 0, with our kernels, and with `stream`, which is torch's current `torch_stream`."""
 
     def __init__(self) -> None:
         self.device = Device(0)
         self.library = Library(self.device)
-        self._torch_stream = torch.cuda.Stream()
-        torch.cuda.set_stream(self._torch_stream)
-        self.stream = Stream(self.device, self._torch_stream.cuda_stream)
+        self.torch_stream = torch.cuda.Stream()
+        torch.cuda.set_stream(self.torch_stream)
+        self.stream = Stream(self.device, self.torch_stream.cuda_stream)
 
     def normal(self, *shape: int) -> tuple[DeviceArray, torch.Tensor]:
         """Random-normal fp16, as our array and as torch's view of it."""

@@ -20,8 +20,9 @@ import tomllib
 from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
 from functools import partial
+from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from pyruntime.tools.arms import require_gpu
 
@@ -35,6 +36,8 @@ CASES = Path(__file__).with_name("cases.toml")
 HOST_MS = 0.15  # that torch may take to enqueue one call
 
 Time = Callable[[Callable[[], object]], float]
+Contestant = TypeVar("Contestant")
+Reading = TypeVar("Reading")
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
@@ -45,13 +48,13 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     from pyruntime.measure.inplace import Hold, spans
 
     cases = tomllib.loads(CASES.read_text())
-    gpu = Gpu()
+    gpu, rest = Gpu(), REGIMES[args.regime].rest
     record: dict[str, Any] = {
         "commit": args.commit or head_commit(),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "device": gpu.device.name,
         "cuda": driver_version(),
-        "versions": versions(),
+        "versions": versions("transformers"),
         "regime": args.regime,
         "gemm": {},
         "attention": {},
@@ -63,7 +66,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
 
     def keep(kind: str, name: str, build: Callable[[], Mapping[str, Any]], timed: Time) -> None:
         try:
-            record[kind][name] = interleaved(build(), timed, args)
+            record[kind][name] = interleaved(build(), timed, rounds=args.rounds, rest=rest)
         except Exception as error:  # one library's refusal must not lose the others' figures
             record["failed"][f"{kind} {name}"] = f"{type(error).__name__}: {error}"
         save_record(args.save, "peers", record)
@@ -99,18 +102,28 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def interleaved(
-    contestants: Mapping[str, Callable[[], object]], timed: Time, args: argparse.Namespace
-) -> dict[str, list[float]]:
-    """Milliseconds of each, one per round; each round in another random order."""
+    contestants: Mapping[str, Contestant],
+    timed: Callable[[Contestant], Reading],
+    *,
+    rounds: int,
+    rest: float,
+    warm_up: int = 2,
+) -> dict[str, list[Reading]]:
+    """What `timed` reads of each, one per round; each round in another random order.
+
+    Args:
+        rest: seconds before each reading.
+        warm_up: rounds before those that count.
+    """
     order, rng = list(contestants), random.Random(0)
-    raw: dict[str, list[float]] = {name: [] for name in order}
-    for round_ in range(args.rounds + 2):
+    raw: dict[str, list[Reading]] = {name: [] for name in order}
+    for round_ in range(warm_up + rounds):
         rng.shuffle(order)
         for name in order:
-            time.sleep(REGIMES[args.regime].rest)
-            ms = timed(contestants[name])
-            if round_ >= 2:  # the first two warm up
-                raw[name].append(ms)
+            time.sleep(rest)
+            reading = timed(contestants[name])
+            if round_ >= warm_up:
+                raw[name].append(reading)
     return raw
 
 
@@ -121,8 +134,8 @@ def on_wall(run: Callable[[], object]) -> float:
     return 1e3 * (time.perf_counter() - started)
 
 
-def versions() -> dict[str, str | None]:
-    """Of the libraries; None: not installed."""
+def versions(*packages: str) -> dict[str, str | None]:
+    """Of torch, its libraries and `packages`; None: not installed."""
     import torch
 
     found: dict[str, str | None] = {
@@ -130,11 +143,12 @@ def versions() -> dict[str, str | None]:
         "cuda": torch.version.cuda,
         "cudnn": str(torch.backends.cudnn.version()),
     }
-    try:
-        import transformers
-    except ModuleNotFoundError:
-        return {**found, "transformers": None}
-    return {**found, "transformers": transformers.__version__}
+    for package in packages:
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            found[package] = None
+    return found
 
 
 def llama_bench(program: Path, model: Path, tokens: list[int]) -> dict[str, Any]:
