@@ -1,0 +1,217 @@
+"""Ours, FlashAttention-3 and cuDNN's attention on the same data, as functions that enqueue calls.
+
+Needs torch, and the wheel fa3-fwd for FlashAttention-3. Ours and cuDNN compute in fp16;
+that wheel takes bf16 alone, so it is given the same numbers rounded to bf16. Each gets Q as
+[rows, heads, head dim] and K, V as its own callers lay them out: ours and cuDNN [K/V head]
+[position][head dim], FlashAttention-3 [position][K/V head][head dim].
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import accumulate
+from typing import Any
+
+import numpy as np
+import torch
+from attention_cases import Case
+from contestants import Gpu
+from numpy.typing import NDArray
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
+
+from pyruntime.driver.library import Kernel
+from pyruntime.driver.memory import DeviceArray
+from pyruntime.driver.program import Launch, Program
+from pyruntime.model.live import NO_OVERFLOW
+from pyruntime.ops.attention import attention, variants
+
+SEQUENCE = np.dtype("<i4, <i4, <i4, <i4, <u8, <u8")  # `Sequence` of cuda/core/live.cuh
+
+
+class UnfitError(Exception):
+    """A library cannot take a case; the text says why."""
+
+
+class Work:
+    """Q, K, V and our result of a case, in fp16, shared with torch; random-normal until `load`.
+
+    Attributes:
+        q, out: [rows, heads * head dim], with the views torch_q, torch_out [rows, heads, head dim].
+        k, v: [K/V heads][keys][head dim] of every sequence, one after the other, with the lists of
+            views torch_k, torch_v [K/V heads, keys, head dim].
+    """
+
+    def __init__(self, gpu: Gpu, case: Case, seed: int = 0) -> None:
+        self.case = case
+        torch.manual_seed(seed)
+        by_head = (case.rows, case.heads, case.head_dim)
+        self.q, q = gpu.normal(case.rows, case.heads * case.head_dim)
+        self.out, out = gpu.normal(case.rows, case.heads * case.head_dim)
+        self.torch_q, self.torch_out = q.view(by_head), out.view(by_head)
+        self.k, k = gpu.normal(case.kv_heads * sum(case.keys), case.head_dim)
+        self.v, v = gpu.normal(case.kv_heads * sum(case.keys), case.head_dim)
+        self.torch_k, self.torch_v = (
+            [part.view(case.kv_heads, -1, case.head_dim) for part in cache.split(self._cache_rows)]
+            for cache in (k, v)
+        )
+
+    @property
+    def _cache_rows(self) -> list[int]:
+        return [self.case.kv_heads * keys for keys in self.case.keys]
+
+    def load(self, q: NDArray[Any], k: NDArray[Any], v: NDArray[Any]) -> None:
+        """Takes other values of one sequence: q [rows, heads, head dim], k, v like torch_k[0]."""
+        for view, values in ((self.torch_q, q), (self.torch_k[0], k), (self.torch_v[0], v)):
+            view.copy_(torch.as_tensor(values))
+
+    def sequences(self) -> NDArray[Any]:
+        """`Sequence` of cuda/core/live.cuh of each, as bytes."""
+        found = np.zeros(len(self.case.sequences), SEQUENCE)
+        row = cache = 0
+        for i, ((rows, before), more) in enumerate(
+            zip(self.case.sequences, self._cache_rows, strict=True)
+        ):
+            offset = 2 * cache * self.case.head_dim
+            found[i] = (row, rows, before, rows + before, self.k.ptr + offset, self.v.ptr + offset)
+            row, cache = row + rows, cache + more
+        return found.view(np.uint8)
+
+
+@dataclass(frozen=True)
+class Contestant:
+    """A way to do the work.
+
+    Attributes:
+        enqueue: enqueues so many calls on torch's stream; the last one's result [rows, heads,
+            head dim].
+        note: what it does it with.
+        launches: of one call, if they are ours.
+    """
+
+    enqueue: Callable[[int], torch.Tensor]
+    note: str
+    launches: Sequence[Launch] = ()
+
+
+def ours(gpu: Gpu, work: Work, **choice: Any) -> Contestant:
+    """Our operation. All that this file knows of how it is called is here.
+
+    Args:
+        choice: `variant` or `kernel` of `attention`.
+    """
+    case = work.case
+    table = work.sequences()
+    sequences = DeviceArray(gpu.device, table.shape, np.uint8).upload(table)
+    header = np.array([case.rows, len(case.sequences), 0, NO_OVERFLOW], np.int32)
+    live = DeviceArray(gpu.device, header.shape, np.int32).upload(header)
+
+    def record(calls: int) -> Program:
+        program = Program()
+        for _ in range(calls):
+            attention(
+                program, gpu.library, q=work.q, out=work.out, live=live, sequences=sequences,
+                max_rows=max(rows for rows, _ in case.sequences),
+                max_sequences=len(case.sequences), layer=0, heads=case.heads,
+                kv_heads=case.kv_heads, scale=case.head_dim**-0.5, **choice,
+            )  # fmt: skip
+        return program
+
+    programs = {1: record(1)}
+
+    def enqueue(calls: int) -> torch.Tensor:
+        if calls not in programs:
+            programs[calls] = record(calls)
+        programs[calls].run(gpu.stream)
+        return work.torch_out
+
+    launches = programs[1].launches
+    return Contestant(enqueue, ", ".join(x.kernel.name for x in launches), launches)
+
+
+def our_choices(gpu: Gpu, head_dim: int, rows: bool) -> dict[str, dict[str, Any]]:
+    """Name of a contestant -> `choice`: ours, and the invariant variant if there is one.
+
+    Args:
+        rows: every row of the kernel table, too.
+    """
+    found: dict[str, dict[str, Any]] = {"ours": {}}
+    if head_dim in variants(gpu.library).get("invariant", ()):
+        found["invariant"] = {"variant": "invariant"}
+    kernels: list[Kernel] = gpu.library.family("attention") if rows else []
+    return found | {k.name: {"kernel": k} for k in kernels if k.spec.tile["hd"] == head_dim}
+
+
+def fa3(gpu: Gpu, work: Work) -> Contestant:
+    """FlashAttention-3, with the defaults of its function for each kind of case.
+
+    Those split no keys for prompts, and as a heuristic says where a cache is continued.
+
+    Raises:
+        UnfitError: it is not installed, or not for this torch.
+    """
+    try:
+        import fa3_fwd_interface as library
+    except (ImportError, OSError) as error:
+        raise UnfitError(f"fa3-fwd: {error}") from None
+    case = work.case
+    q = work.torch_q.bfloat16()
+    k, v = (
+        torch.cat([cache.transpose(0, 1) for cache in caches]).bfloat16()
+        for caches in (work.torch_k, work.torch_v)
+    )
+    name = "flash_attn_func"
+    arguments: tuple[Any, ...] = (q[None], k[None], v[None])
+    if len(case.sequences) > 1:
+        name = "flash_attn_varlen_func"
+        lengths = ([rows for rows, _ in case.sequences], case.keys)
+        ends = [torch.tensor([0, *accumulate(x)], dtype=torch.int32).cuda() for x in lengths]
+        arguments = (q, k, v, *ends, *map(max, lengths))
+    elif case.sequences[0][1]:
+        name = "flash_attn_with_kvcache"
+    call = partial(
+        getattr(library, name), *arguments, softmax_scale=case.head_dim**-0.5, causal=True
+    )
+
+    def enqueue(calls: int) -> torch.Tensor:
+        for _ in range(calls):
+            result = call()
+        return result.view(q.shape)
+
+    return Contestant(enqueue, name)
+
+
+def cudnn(gpu: Gpu, work: Work) -> Contestant:
+    """torch's scaled_dot_product_attention on cuDNN.
+
+    Its own causal mask begins at the first key, so where a cache is continued it gets a dense one.
+
+    Raises:
+        UnfitError: several sequences.
+    """
+    case = work.case
+    if len(case.sequences) > 1:
+        raise UnfitError("scaled_dot_product_attention takes no packed prompts")
+    ((rows, before),) = case.sequences
+    q, k, v = work.torch_q.transpose(0, 1)[None], work.torch_k[0][None], work.torch_v[0][None]
+    mask, note = None, "causal"
+    if before and rows == 1:
+        note = "no mask"
+    elif before:
+        note = "a dense mask"
+        seen = torch.ones(rows, before + rows, dtype=torch.bool, device="cuda").tril(before)
+        mask = torch.zeros_like(seen, dtype=torch.float16).masked_fill(~seen, -math.inf)
+
+    def enqueue(calls: int) -> torch.Tensor:
+        with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+            for _ in range(calls):
+                result = scaled_dot_product_attention(
+                    q, k, v, attn_mask=mask, is_causal=not before, scale=case.head_dim**-0.5,
+                    enable_gqa=True,
+                )  # fmt: skip
+        return result[0].transpose(0, 1)
+
+    return Contestant(enqueue, note)
