@@ -1,16 +1,22 @@
-"""bench/attention_peers.py as far as it needs no GPU and no library."""
+"""bench/attention_peers.py and bench/real_heads.py as far as they need no GPU and no library."""
 
 from __future__ import annotations
 
 import importlib
+import random
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from goldens import GOLDEN
 
+from pyruntime.gguf import GGUFFile
 from pyruntime.measure.records import save_record
+from pyruntime.model.config import ModelConfig
+from pyruntime.reference.model import ReferenceModel
 
 Bench = Callable[[str], Any]
 
@@ -128,3 +134,38 @@ def test_rounds_are_shuffled_and_rested(bench: Bench, monkeypatch: pytest.Monkey
     assert all(sorted(r) == ["a", "b", "c"] for r in rounds) and len(set(rounds)) > 2
     for name in "abc":
         assert raw[name] == [(name, 6 * i + 2 * rounds[i].index(name) + 2) for i in range(2, 7)]
+
+
+@pytest.mark.parametrize("to_end", [False, True])
+def test_growing_maxima(bench: Bench, to_end: bool) -> None:
+    real_heads = bench("real_heads")
+    like = tuple(np.empty(shape, np.float16) for shape in ((640, 4, 64), *[(2, 640, 64)] * 2))
+    q, k, v = real_heads.growing(np.random.default_rng(0), like, to_end)
+    assert [x.shape for x in (q, k, v)] == [x.shape for x in like] and q.dtype == np.float16
+    scores = q[:, 1].astype(np.float32) @ k[0].astype(np.float32).T / 8
+    tiles = scores.reshape(640, 10, 64).max(-1)
+    growth = np.diff(tiles if to_end else tiles[:, ::-1], axis=1)
+    assert np.median(growth) == pytest.approx(real_heads.STEP, rel=0.1)
+    assert (growth > 5).mean() > 0.9
+
+
+def test_heads_of_a_model(bench: Bench, tmp_path: Path) -> None:
+    real_heads = bench("real_heads")
+    ids = [random.Random(0).randrange(100) for _ in range(20)]
+    with GGUFFile.open(GOLDEN / "tiny-llama-q8_0.gguf") as file:
+        layers = real_heads.heads_of(file, ids)
+        again = real_heads.heads_of(file, ids[:12])
+        model = ReferenceModel(file, ModelConfig.from_gguf(file), precision="fp16")
+    cache = model.new_cache(20)
+    model.forward(ids, cache)
+    path = tmp_path / "heads.npz"
+    real_heads.save_heads(path, layers)
+    loaded = real_heads.load_heads(path)
+    for i, (heads, same, shorter) in enumerate(zip(layers, loaded, again, strict=True)):
+        assert all(np.array_equal(x, y) for x, y in zip(heads, same, strict=True))
+        q, k, v = heads
+        assert np.array_equal(k, cache.k[i]) and np.array_equal(v, cache.v[i])
+        assert q.shape == (20, model.config.heads, model.config.head_dim)
+        assert np.allclose(shorter[0], q[:12], atol=0.01) and np.abs(q).max() > 0.1
+    sets = {name: make() for name, make in real_heads.sets(layers).items()}
+    assert all([x.shape for x in s[0]] == [x.shape for x in layers[0]] for s in sets.values())
