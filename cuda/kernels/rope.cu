@@ -1,5 +1,5 @@
 #include "rope.cuh"
 
-#define ROPE(max_head_dim, threads) \
-  KERNEL(rope_hd##max_head_dim##_t##threads, Rope<max_head_dim, threads>)
+#define ROPE(kv, max_head_dim, threads) \
+  KERNEL(rope_##kv##_hd##max_head_dim##_t##threads, Rope<cached::kv, max_head_dim, threads>)
 #include "../table.def"

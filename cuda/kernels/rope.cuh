@@ -6,16 +6,18 @@
 //
 // A pair is (2i, 2i + 1) in `interleaved` models (Llama) and (i, i + head_dim / 2) otherwise
 // (NeoX). Grid: (rows, groups of kThreads / 32 heads); one warp per head, q heads first, then k,
-// then v. Bytes: 4 read and 2 written per element.
+// then v. Bytes: 4 read and 2 written per element, of an e4m3 cache 1 per element of k and v and 4
+// per head of a row.
 #pragma once
 
+#include "../core/e4m3.cuh"
 #include "../core/live.cuh"
 #include "../core/reduce.cuh"
 #include "../core/spec.cuh"
 
 #define ROPE_PARAMS(P)                                                         \
   P(const Live*, live)                                                         \
-  P(const Sequence*, sequences)                                                \
+  P(const typename Cached::Prompt*, sequences)                                 \
   P(const int32_t*, sequence_of) /* [rows] index into sequences */             \
   P(const int32_t*, positions)   /* [rows] */                                  \
   P(const float*, qkv)           /* [rows][(heads + 2 kv_heads) head_dim] */   \
@@ -34,12 +36,29 @@
   P(int32_t, site) /* of q; k and v follow */                                  \
   P(float, eps)
 
-template <int MaxHeadDim, int Threads>
+// What the cache holds, and the sequence list that says where it is.
+namespace cached {
+struct f16 {
+  using Prompt = Sequence;
+  static constexpr bool kScaled = false;
+  static constexpr const char* kName = "f16";
+};
+struct e4m3 {
+  using Prompt = ::e4m3::Sequence;
+  static constexpr bool kScaled = true;
+  static constexpr const char* kName = "e4m3";
+};
+}  // namespace cached
+
+template <class Cached, int MaxHeadDim, int Threads>
 struct Rope {
   static constexpr int kThreads = Threads, kMinBlocks = 1;
   static constexpr int kPairs = MaxHeadDim / 64;  // pairs per lane
   static constexpr spec::Tile tile() {
-    return spec::Tile{}.with("max_head_dim", MaxHeadDim).with("heads", Threads / 32);
+    return spec::Tile{}
+        .with("kv", Cached::kName)
+        .with("max_head_dim", MaxHeadDim)
+        .with("heads", Threads / 32);
   }
   SPEC_PARAMS(ROPE_PARAMS)
   SPEC_NO_SMEM
@@ -68,20 +87,13 @@ struct Rope {
     const float scale = norm ? rsqrtf(warp_sum(squares) / p.head_dim + p.eps) : 1.0f;
 
     const int position = p.positions[row];
-    __half* out;
-    if (part == 0) {
-      out = p.q + (int64_t(row) * p.heads + head) * p.head_dim;
-    } else {
-      const Sequence s = p.sequences[p.sequence_of[row]];
-      const int kv_head = head - p.heads - (part == 2 ? p.kv_heads : 0);
-      const int64_t slot = (int64_t(p.layer) * p.kv_heads + kv_head) * s.capacity + position;
-      out = (part == 1 ? s.k : s.v) + slot * p.head_dim;
-    }
+    bool fit = true;
 #pragma unroll
     for (int i = 0; i < kPairs; ++i) {
       const int pair = lane + 32 * i, at = pair * step;
       if (pair >= half) break;
-      float x = a[i], y = b[i];
+      float& x = a[i];
+      float& y = b[i];
       if (norm) {
         x *= scale * norm[at];
         y *= scale * norm[at + apart];
@@ -93,8 +105,39 @@ struct Rope {
         y = x * s + y * c;
         x = rotated;
       }
-      out[at] = checked_half(x, p.overflow, p.site + part);
-      out[at + apart] = checked_half(y, p.overflow, p.site + part);
+      fit &= fits_half(x) & fits_half(y);
+    }
+    if (!fit) atomicMin(p.overflow, p.site + part);
+
+    // store(i, at): puts a[i] or b[i] at element `at` of the row.
+    const auto each = [&](auto store) {
+#pragma unroll
+      for (int i = 0; i < kPairs; ++i) {
+        const int pair = lane + 32 * i, at = pair * step;
+        if (pair >= half) break;
+        store(at, a[i]);
+        store(at + apart, b[i]);
+      }
+    };
+    if (part == 0) {
+      __half* out = p.q + (int64_t(row) * p.heads + head) * p.head_dim;
+      each([&](int at, float x) { out[at] = __float2half_rn(x); });
+      return;
+    }
+    const typename Cached::Prompt to = p.sequences[p.sequence_of[row]];
+    const int kv_head = head - p.heads - (part == 2 ? p.kv_heads : 0);
+    const int64_t slot = (int64_t(p.layer) * p.kv_heads + kv_head) * to.capacity + position;
+    auto* out = (part == 1 ? to.k : to.v) + slot * p.head_dim;
+    if constexpr (Cached::kScaled) {
+      float largest = 0;  // lanes and pairs without elements hold zeros
+#pragma unroll
+      for (int i = 0; i < kPairs; ++i) largest = fmaxf(largest, fmaxf(fabsf(a[i]), fabsf(b[i])));
+      const float reach = e4m3::row_reach(warp_max(largest));
+      const float inverse = e4m3::kLargest / reach;
+      each([&](int at, float x) { out[at] = e4m3::encode(x * inverse); });
+      if (lane == 0) (part == 1 ? to.k_scale : to.v_scale)[slot] = reach / e4m3::kLargest;
+    } else {
+      each([&](int at, float x) { out[at] = __float2half_rn(x); });
     }
   }
 };

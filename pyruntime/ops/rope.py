@@ -7,6 +7,7 @@ import numpy as np
 from pyruntime.driver.library import Library
 from pyruntime.driver.memory import DeviceArray
 from pyruntime.driver.program import Program
+from pyruntime.errors import CubinError
 
 
 def rope(
@@ -30,6 +31,7 @@ def rope(
     overflow: DeviceArray,
     site: int,
     eps: float,
+    kv_dtype: str = "f16",
     bias: DeviceArray | None = None,
     q_norm: DeviceArray | None = None,
     k_norm: DeviceArray | None = None,
@@ -39,7 +41,8 @@ def rope(
     Args:
         qkv: float32 [rows, (heads + 2 kv_heads) * head_dim].
         q: float16 [rows, heads * head_dim], written.
-        live, sequences, sequence_of, positions: see `pyruntime.model.live`.
+        live, sequences, sequence_of, positions: see `pyruntime.model.live`; of an e4m3 cache,
+            `stored` is its list of sequences.
         cosines, sines: float32 [positions, head_dim / 2].
         max_rows: the most rows that `live` will hold when this runs.
         layer: of the cache that k and v go to.
@@ -47,12 +50,18 @@ def rope(
         overflow: int32, lowered to `site` for q, site + 1 for k, site + 2 for v, if a value is out
             of fp16's range.
         eps: of the q/k norm.
+        kv_dtype: what the cache holds, "f16" or "e4m3".
         bias: float32 [(heads + 2 kv_heads) * head_dim]; q_norm, k_norm: float32 [head_dim].
 
     Raises:
         ValueError: arrays that do not belong together, or a head dim beyond the kernel's.
+        CubinError: no kernel stores `kv_dtype`.
     """
-    (kernel,) = library.family("rope")
+    kernel = next((k for k in library.family("rope") if k.spec.tile["kv"] == kv_dtype), None)
+    if kernel is None:
+        raise CubinError(
+            f"no rope kernel stores K and V as {kv_dtype} in the cubins for {library.device.name}"
+        )
     width = (heads + 2 * kv_heads) * head_dim
     if qkv.shape[1:] != (width,) or q.shape[1:] != (heads * head_dim,):
         raise ValueError(f"rope: qkv {qkv.shape} and q {q.shape} for {heads}+2*{kv_heads} heads")
