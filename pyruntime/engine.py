@@ -27,11 +27,20 @@ Progress = Callable[[int], object]
 
 
 class Cache(Protocol):
-    """K/V of one sequence: float [layers, kv heads, capacity, head dim] each, K after RoPE."""
+    """K/V of one sequence: float [layers, kv heads, capacity, head dim] each, K after RoPE.
+
+    With kv_dtype "e4m3" they are uint8 codes, each row times its scale: `k_scale` and `v_scale`,
+    float32 [layers, kv heads, capacity], which are None otherwise.
+    """
 
     k: Any
     v: Any
+    k_scale: Any
+    v_scale: Any
     length: int
+
+    @property
+    def kv_dtype(self) -> str: ...
 
     @property
     def capacity(self) -> int: ...
@@ -41,6 +50,7 @@ class Model(Protocol):
     """What a backend offers."""
 
     config: ModelConfig
+    kv_dtype: str
 
     def new_cache(self, tokens: int) -> Any: ...
     def forward(self, ids: ArrayLike, cache: Any, *, logits: Literal["last", "all"]) -> Any: ...
@@ -60,7 +70,7 @@ class Result:
         tokens: how many ids were processed.
         timings: seconds: "wall", and on a GPU "gpu" (between events around the passes).
         path: the backend and device that did it, such as "cuda:0 (NVIDIA H200)" or "cpu (NumPy)",
-            and the attention kernel where one was asked for.
+            and the attention kernel and kv_dtype where others than the default were asked for.
     """
 
     logits: Any
@@ -124,8 +134,9 @@ class Engine:
             weights: "fp16", or "auto", which is that today.
             attention: "auto" (the fastest kernel), or a variant by name: "fast", or a step of its
                 history, "r46_base", "r46", "r48", "r50" or "r57", for head dims 64 and 128.
-            kv_dtype, graphs, exact: "f16", "auto" (or "off") and "fast"; other values are refused
-                until they exist.
+            kv_dtype: what K/V caches hold: "f16", or "e4m3", 8-bit floats with a scale per head of
+                each position, in about half the memory and of less accuracy (docs/kv-cache.md).
+            graphs, exact: "auto" (or "off") and "fast"; other values are refused until they exist.
             overlap: "auto" lets a kernel start under the tail of the one before where the GPU can
                 (sm_90 and newer); "off" does not, for measuring and debugging. The same bits.
             max_tokens: rows of one pass; longer prompts take several. Default 4096, or the model's
@@ -149,6 +160,7 @@ class Engine:
             kv_limit = kv_tokens
             max_tokens, kv_tokens = sizes(config, max_tokens, kv_tokens)
             ordinal = choose_device(device)
+            stored = f", K/V {kv_dtype}" if kv_dtype != "f16" else ""
             if ordinal is None:
                 from pyruntime.reference.model import ReferenceModel
 
@@ -156,8 +168,9 @@ class Engine:
                     raise ValueError("memory_budget and stream are for a GPU; this is the CPU")
                 if attention != "auto":
                     raise ValueError(f"attention={attention!r} names a GPU kernel: NumPy has none")
-                reference = ReferenceModel(file, config, progress=progress)
-                return cls(reference, "cpu (NumPy)", file, max_tokens, kv_tokens, kv_limit)
+                reference = ReferenceModel(file, config, kv_dtype=kv_dtype, progress=progress)
+                path = "cpu (NumPy)" + stored
+                return cls(reference, path, file, max_tokens, kv_tokens, kv_limit)
             from pyruntime.model.gpu import GpuModel
 
             gpu = GpuModel(
@@ -170,10 +183,11 @@ class Engine:
                 stream=stream,
                 attention=attention,
                 overlap=overlap != "off",
+                kv_dtype=kv_dtype,
                 progress=progress or (lambda _: None),
             )
             path = gpu.device_name + (f", attention {attention}" if attention != "auto" else "")
-            return cls(gpu, path, file, max_tokens, kv_tokens, kv_limit)
+            return cls(gpu, path + stored, file, max_tokens, kv_tokens, kv_limit)
 
     @classmethod
     def plan(
@@ -204,7 +218,7 @@ class Engine:
 
         with GGUFFile.open(resolve(model)) as file:
             config = ModelConfig.from_gguf(file)
-            return device_bytes(file, config, *sizes(config, max_tokens, kv_tokens))
+            return device_bytes(file, config, *sizes(config, max_tokens, kv_tokens), kv_dtype)
 
     @property
     def model(self) -> Model:
@@ -244,8 +258,8 @@ class Engine:
             logits: for the last row, or for all.
 
         Raises:
-            ValueError: bad ids, more than the cache (or `kv_tokens`) holds, or more than the
-                model's context length.
+            ValueError: bad ids, a cache of another engine or kv_dtype, more than the cache (or
+                `kv_tokens`) holds, or more than the model's context length.
             NumericalError: a value left its range; the text names layer and tensor.
             CudaError, EngineError: see `pyruntime.errors`.
         """
@@ -273,6 +287,11 @@ class Engine:
         start, parts, gpu_seconds = cache.length, [], 0.0
         if not isinstance(start, int) or not 0 <= start <= cache.capacity:
             raise ValueError(f"the cache's length is {start!r}, not within 0 and {cache.capacity}")
+        if cache.kv_dtype != self._model.kv_dtype:
+            raise ValueError(
+                f"this cache holds {cache.kv_dtype}; the engine was loaded with "
+                f"kv_dtype={self._model.kv_dtype!r}"
+            )
         for most, what in (
             (cache.capacity, "the cache's {} positions"),
             (self.config.context_length, "the model's context of {} tokens"),

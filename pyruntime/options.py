@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 
 from pyruntime.errors import DriverNotFoundError
-from pyruntime.model.config import ModelConfig
+from pyruntime.model.config import KV_DTYPES, ModelConfig
 
 log = logging.getLogger("pyruntime")
 
@@ -16,7 +16,7 @@ def check_options(weights: str, kv_dtype: str, graphs: str, overlap: str, exact:
     """Refuses, by name, what does not exist yet. Raises ValueError."""
     for name, value, known in (
         ("weights", weights, ("auto", "fp16")),
-        ("kv_dtype", kv_dtype, ("f16",)),
+        ("kv_dtype", kv_dtype, KV_DTYPES),
         ("graphs", graphs, ("auto", "off")),
         ("overlap", overlap, ("auto", "off")),
         ("exact", exact, ("fast",)),

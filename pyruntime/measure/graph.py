@@ -14,7 +14,9 @@ from pyruntime.model.weights import layer_placements
 
 GEMMS = ("qkv", "o", "gate_up", "down", "head")
 # In order of computation.
-ROLES = ("embed", "norm", "qkv", "rope", "attention", "gather", "o", "gate_up", "down", "head")
+ROLES = (
+    "embed", "norm", "qkv", "rope", "widen", "attention", "gather", "o", "gate_up", "down", "head",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -34,13 +36,16 @@ class Work:
         return Work(self.launches * times, self.flop * times, self.bytes * times)
 
 
-def expected_work(c: ModelConfig, nt: int, embedding_row_bytes: int) -> dict[str, Work]:
+def expected_work(
+    c: ModelConfig, nt: int, embedding_row_bytes: int, kv_dtype: str = "f16"
+) -> dict[str, Work]:
     """The work of a prefill of `nt` tokens from an empty cache, logits of the last row.
 
     After the last layer's attention only one row is still wanted (`gather`, unless nt is 1).
 
     Args:
         embedding_row_bytes: of one packed row of the embedding.
+        kv_dtype: what the cache holds; an e4m3 one is widened before attention.
     """
     h, q, kv = c.hidden, c.heads * c.head_dim, c.kv_heads * c.head_dim
     shapes = {name: placement.shape for name, placement in layer_placements(c, 0).items()}
@@ -57,7 +62,9 @@ def expected_work(c: ModelConfig, nt: int, embedding_row_bytes: int) -> dict[str
         return Work(1, 4 * rows * h, rows * (4 + 2) * h + 4 * h)
 
     added = (4 + 4) * h  # the f32 residual stream, read and written
-    rotated = (4 + 2) * (q + 2 * kv) + 4 * c.head_dim  # f32 in, fp16 out, cosines and sines
+    stored = 2 * kv if kv_dtype == "f16" else kv + 4 * c.kv_heads  # bytes of a row of K, and of V
+    # f32 in, fp16 q and what is stored out, cosines and sines.
+    rotated = 4 * (q + 2 * kv) + 2 * q + 2 * stored + 4 * c.head_dim
     visible = nt * (nt + 1) // 2  # row i sees keys 0..i
     work = {
         "embed": Work(1, 0, nt * (4 + embedding_row_bytes + 4 * h)),
@@ -70,6 +77,8 @@ def expected_work(c: ModelConfig, nt: int, embedding_row_bytes: int) -> dict[str
         "down": second_half("down", added),
         "head": Work(1, 2 * c.vocab * h, 2 * c.vocab * h + 2 * h + 4 * c.vocab),
     }
+    if kv_dtype != "f16":
+        work["widen"] = Work(1, 2 * nt * kv, 2 * nt * (stored + 2 * kv)) * c.layers
     if nt > 1:
         work["gather"] = Work(1, 0, 2 * (4 * h + 2 * q))
     return {role: work[role] for role in ROLES if role in work}

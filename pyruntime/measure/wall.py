@@ -52,7 +52,8 @@ def measure_wall(
             about = records.identity(model.device, launches, commit)
             named = [(launch.role, launch.kernel.name) for launch in launches]
         logits = np.asarray(engine.prefill(ids).logits)
-    expected = expected_work(engine.config, nt, model.weights.outer["embedding"].shape[1])
+    row_bytes = model.weights.outer["embedding"].shape[1]
+    expected = expected_work(engine.config, nt, row_bytes, model.kv_dtype)
     slices = account(named, timed.medians, expected, roofline)
     gap = explain(calls, statistics.median(timed.busy), statistics.median(timed.overlapped), copies)
     return {

@@ -2,30 +2,46 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import math
 
 import numpy as np
 
+from pyruntime.driver.device import Device
 from pyruntime.driver.memory import DeviceArray
+from pyruntime.model.config import ModelConfig
 
-if TYPE_CHECKING:
-    from pyruntime.model.gpu import GpuModel
+Layout = dict[str, tuple[tuple[int, ...], str]]
 
 
 class Cache:
     """Keys (after RoPE) and values: float16 [layers, kv heads, capacity, head dim] each.
 
-    The first `length` positions are filled.
+    With kv_dtype "e4m3" they are uint8 codes, each row times its scale: `k_scale` and `v_scale`,
+    float32 [layers, kv heads, capacity], which are None otherwise. The first `length` positions are
+    filled. `arrays` are all of them; `owner` is the model that may use it.
     """
 
-    def __init__(self, owner: GpuModel, tokens: int) -> None:
-        device, config = owner.device, owner.config
+    def __init__(
+        self,
+        owner: object,
+        device: Device,
+        config: ModelConfig,
+        tokens: int,
+        kv_dtype: str = "f16",
+        *,
+        layers: int | None = None,
+    ) -> None:
         self.owner = owner
-        shape = (config.layers, config.kv_heads, tokens, config.head_dim)
+        self.kv_dtype = kv_dtype
+        layout = cache_layout(config, tokens, kv_dtype, layers=layers)
         # In one statement: no frame of a failure's traceback keeps K when there is no room for V.
-        self.k, self.v = (
-            DeviceArray(device, shape, np.float16, what=f"{name} cache") for name in "KV"
-        )
+        arrays = {
+            name: DeviceArray(device, shape, dtype, what=f"cache {name}")
+            for name, (shape, dtype) in layout.items()
+        }
+        self.arrays = tuple(arrays.values())
+        self.k, self.v = arrays["k"], arrays["v"]
+        self.k_scale, self.v_scale = arrays.get("k_scale"), arrays.get("v_scale")
         self.length = 0
 
     @property
@@ -35,5 +51,22 @@ class Cache:
 
     def close(self) -> None:
         """Frees the memory. Idempotent."""
-        self.k.close()
-        self.v.close()
+        for array in self.arrays:
+            array.close()
+
+
+def cache_layout(
+    c: ModelConfig, tokens: int, kv_dtype: str = "f16", *, layers: int | None = None
+) -> Layout:
+    """Shape and dtype of every array of a cache for `tokens` positions; `layers` instead of all."""
+    rows: tuple[int, ...] = (layers or c.layers, c.kv_heads, tokens)
+    numbers = ((*rows, c.head_dim), "float16" if kv_dtype == "f16" else "uint8")
+    layout = {"k": numbers, "v": numbers}
+    if kv_dtype != "f16":
+        layout |= dict.fromkeys(("k_scale", "v_scale"), (rows, "float32"))
+    return layout
+
+
+def layout_bytes(layout: Layout) -> int:
+    """Device bytes of all arrays of a layout."""
+    return sum(math.prod(shape) * np.dtype(dtype).itemsize for shape, dtype in layout.values())

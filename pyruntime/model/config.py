@@ -18,6 +18,9 @@ if TYPE_CHECKING:
 # it: activations up to 2 million survive, and a power of two costs no precision.
 DOWN_SCALE = 2.0**-5
 
+# What a K/V cache holds: fp16, or e4m3 codes with a float32 scale per head of each position.
+KV_DTYPES = ("f16", "e4m3")
+
 
 @dataclass(frozen=True)
 class Architecture:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import OrderedDict
 from contextlib import suppress
 
@@ -12,6 +11,7 @@ from pyruntime.driver.library import Library
 from pyruntime.driver.memory import DeviceArray
 from pyruntime.driver.program import Program
 from pyruntime.errors import CudaError
+from pyruntime.model.cache import Cache, Layout, layout_bytes
 from pyruntime.model.config import DOWN_SCALE, ModelConfig
 from pyruntime.model.live import LiveBlock
 from pyruntime.model.rope import rope_table
@@ -21,6 +21,7 @@ from pyruntime.ops.gemm import gemm
 from pyruntime.ops.norm import norm
 from pyruntime.ops.rope import rope
 from pyruntime.ops.rows import embed, gather
+from pyruntime.ops.widen import widen
 
 PROGRAMS = 32  # recorded programs kept, one per prompt length
 TABLE_ROWS = 1 << 16  # positions whose rotary table is made on the host at a time
@@ -34,7 +35,7 @@ def site_name(site: int, layers: int) -> str:
     return "the output norm" if layer == layers else f"layer {layer}: {SITES[tensor]}"
 
 
-def activation_layout(c: ModelConfig, max_tokens: int) -> dict[str, tuple[tuple[int, ...], str]]:
+def activation_layout(c: ModelConfig, max_tokens: int) -> Layout:
     """Shape and dtype of every activation buffer. `last_` ones hold the rows that are wanted."""
     q = c.heads * c.head_dim
     return {
@@ -51,14 +52,15 @@ def activation_layout(c: ModelConfig, max_tokens: int) -> dict[str, tuple[tuple[
 
 def activation_bytes(c: ModelConfig, max_tokens: int) -> int:
     """Device bytes of the activation buffers."""
-    layout = activation_layout(c, max_tokens).values()
-    return sum(math.prod(shape) * np.dtype(dtype).itemsize for shape, dtype in layout)
+    return layout_bytes(activation_layout(c, max_tokens))
 
 
 class Decoder:
     """Activation buffers for up to `max_tokens` rows, and programs over them.
 
-    `variant` names the attention kernel, see `ops.attention.choose`.
+    `variant` names the attention kernel, see `ops.attention.choose`; `kv_dtype` is what the caches
+    hold. From an e4m3 cache each layer is widened into `staging`, an fp16 cache of one layer, right
+    before its attention: that is what attention reads, and the next layer overwrites it.
     """
 
     def __init__(
@@ -68,12 +70,15 @@ class Decoder:
         weights: Weights,
         max_tokens: int,
         variant: str = "auto",
+        kv_dtype: str = "f16",
     ) -> None:
         self.config = config
+        self.staging: Cache | None = None
         self.max_tokens = max_tokens
         self._library = library
         self._weights = weights
         self._variant = variant
+        self._kv_dtype = kv_dtype
         self.activations: dict[str, DeviceArray] = {}
         self._tables: tuple[DeviceArray, DeviceArray] | None = None
         self._programs: OrderedDict[tuple[int, bool], Program] = OrderedDict()
@@ -88,9 +93,11 @@ class Decoder:
             raise
 
     def reserve_positions(self, positions: int) -> None:
-        """Makes the rotary tables cover `positions` positions."""
+        """Makes the rotary tables, and `staging` if there is one, cover `positions` positions."""
         if self._tables and self._tables[0].shape[0] >= positions:
             return
+        if self._kv_dtype != "f16":  # no program holds its address: the live block does
+            self.staging = Cache(self, self._library.device, self.config, positions, layers=1)
         shape = (positions, self.config.rope.dim // 2)
         cosines, sines = (
             DeviceArray(self._library.device, shape, np.float32, what="rotary table")
@@ -201,13 +208,14 @@ class Decoder:
         if self._tables is None:
             raise RuntimeError("reserve_positions comes first")
         cosines, sines = self._tables
+        scaled = self._kv_dtype != "f16"
         rope(
             p,
             self._library,
             qkv=act["qkv"],
             q=act["q"],
             live=live.live,
-            sequences=live.sequences,
+            sequences=live.stored if scaled else live.sequences,
             sequence_of=live.sequence_of,
             positions=live.positions,
             cosines=cosines,
@@ -221,10 +229,17 @@ class Decoder:
             overflow=live.overflow,
             site=site,
             eps=c.eps,
+            kv_dtype=self._kv_dtype,
             bias=weights[layer].get("qkv_bias"),
             q_norm=weights[layer].get("q_norm"),
             k_norm=weights[layer].get("k_norm"),
         )
+        if scaled:
+            widen(
+                p, self._library, live=live.live, stored=live.stored, sequences=live.sequences,
+                max_positions=cosines.shape[0], max_sequences=1, layer=layer, kv_heads=c.kv_heads,
+                head_dim=c.head_dim,
+            )  # fmt: skip
         attention(
             p,
             self._library,
@@ -234,7 +249,7 @@ class Decoder:
             sequences=live.sequences,
             max_rows=rows,
             max_sequences=1,
-            layer=layer,
+            layer=0 if scaled else layer,
             heads=c.heads,
             kv_heads=c.kv_heads,
             scale=c.head_dim**-0.5,
@@ -245,5 +260,7 @@ class Decoder:
         """Frees activations, tables and the live block. Idempotent."""
         self._programs.clear()
         self.live.close()
+        if self.staging is not None:
+            self.staging.close()
         for array in (*self.activations.values(), *(self._tables or ())):
             array.close()

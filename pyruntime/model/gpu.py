@@ -57,6 +57,7 @@ class GpuModel:
         stream: a foreign stream's handle (an address), or None for one of its own.
         attention: the attention kernel, see `ops.attention.choose`.
         overlap: whether launches of a pass may overlap, see `Program.run`.
+        kv_dtype: what caches hold, "f16" or "e4m3", see `model.cache.Cache`.
         progress: called with the file bytes of each piece that has arrived.
 
     Raises:
@@ -78,9 +79,11 @@ class GpuModel:
         stream: int | None = None,
         attention: str = "auto",
         overlap: bool = True,
+        kv_dtype: str = "f16",
         progress: Callable[[int], object] = lambda _: None,
     ) -> None:
         self.config = config
+        self.kv_dtype = kv_dtype
         self.max_tokens = max_tokens
         self.overlap = overlap
         self.gpu_seconds = 0.0  # of the last forward pass
@@ -112,10 +115,13 @@ class GpuModel:
         self.device = self._owned(Device(ordinal))
         self.library = library = self._owned(Library(self.device))
         _check_sizes(file, config, library, attention)
-        self._check_memory(device_bytes(file, config, self.max_tokens, kv_tokens), memory_budget)
+        needs = device_bytes(file, config, self.max_tokens, kv_tokens, self.kv_dtype)
+        self._check_memory(needs, memory_budget)
         self._stream = self._owned(Stream(self.device, stream))
         self.weights = weights = self._owned(Weights(file, config, library, progress))
-        self._decoder = self._owned(Decoder(library, config, weights, self.max_tokens, attention))
+        self._decoder = self._owned(
+            Decoder(library, config, weights, self.max_tokens, attention, self.kv_dtype)
+        )
         self._decoder.reserve_positions(kv_tokens)
         self._decoder.program(self.max_tokens, every_row=False)  # sizes are refused here, not later
         self._started, self._ended = (self._owned(Event(self.device)) for _ in range(2))
@@ -172,10 +178,9 @@ class GpuModel:
         if tokens < 1:
             raise ValueError(f"a cache for {tokens} tokens: at least 1 is needed")
         with self._entry():
-            needs = cache_bytes(self.config, tokens)
-            self._check_memory({name: needs[name] for name in ("kv_cache", "tables")}, None)
+            self._check_memory(cache_bytes(self.config, tokens, self.kv_dtype), None)
             self._decoder.reserve_positions(tokens)
-            return Cache(self, tokens)
+            return Cache(self, self.device, self.config, tokens, self.kv_dtype)
 
     def forward(
         self,
@@ -271,14 +276,16 @@ class GpuModel:
             self.gpu_seconds = self._ended.milliseconds_since(self._started) / 1e3
 
     def _upload(self, tokens: NDArray[np.int32], cache: Cache, wanted: NDArray[np.int32]) -> None:
+        seen = self._decoder.staging or cache  # what attention reads
         self._decoder.live.upload(
             self._stream,
             tokens,
             start=cache.length,
-            capacity=cache.capacity,
-            k=cache.k,
-            v=cache.v,
+            capacity=seen.capacity,
+            k=seen.k,
+            v=seen.v,
             wanted=wanted,
+            stored=cache if seen is not cache else None,
         )
 
     def _settle(self) -> None:

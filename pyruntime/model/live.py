@@ -1,8 +1,8 @@
 """The small device block that holds everything that changes from call to call.
 
 Layout (cuda/core/live.cuh): Live {rows, sequences, wanted, overflow}, then one Sequence per prompt,
-then int32 arrays: token ids, positions, sequence of each row, wanted rows. Launches only ever see
-its address, so a recorded program serves any prompt.
+one e4m3::Sequence (cuda/core/e4m3.cuh), then int32 arrays: token ids, positions, sequence of each
+row, wanted rows. Launches only ever see its address, so a recorded program serves any prompt.
 """
 
 from __future__ import annotations
@@ -15,17 +15,20 @@ from numpy.typing import NDArray
 from pyruntime.driver.device import Device
 from pyruntime.driver.memory import DeviceArray, PinnedBuffer
 from pyruntime.driver.stream import Stream
+from pyruntime.model.cache import Cache
 
 NO_OVERFLOW = 2**31 - 1
 _LIVE = struct.Struct("<4i")
 _SEQUENCE = struct.Struct("<4i2Q")
+_STORED = struct.Struct("<4i4Q")
+_HEAD = _LIVE.size + _SEQUENCE.size + _STORED.size
 
 
 class LiveBlock:
     """One sequence of up to `max_tokens` rows.
 
     Attributes (device views): live, rows, wanted, overflow (int32 words of the header), sequences,
-    ids, positions, sequence_of, wanted_rows (int32 [max_tokens]).
+    stored (of an e4m3 cache), ids, positions, sequence_of, wanted_rows (int32 [max_tokens]).
     """
 
     def __init__(self, device: Device, max_tokens: int) -> None:
@@ -40,11 +43,11 @@ class LiveBlock:
         self.wanted = self._block.view(8, (1,), np.int32)
         self.overflow = self._block.view(12, (1,), np.int32)
         self.sequences = self._block.view(_LIVE.size, (_SEQUENCE.size,), np.uint8)
-        head = _LIVE.size + _SEQUENCE.size
+        self.stored = self._block.view(_HEAD - _STORED.size, (_STORED.size,), np.uint8)
         self.ids, self.positions, self.sequence_of, self.wanted_rows = (
-            self._block.view(head + 4 * max_tokens * i, (max_tokens,), np.int32) for i in range(4)
+            self._block.view(_HEAD + 4 * max_tokens * i, (max_tokens,), np.int32) for i in range(4)
         )
-        self._arrays = self._host.array[head:].view(np.int32).reshape(4, max_tokens)
+        self._arrays = self._host.array[_HEAD:].view(np.int32).reshape(4, max_tokens)
 
     def upload(
         self,
@@ -56,6 +59,7 @@ class LiveBlock:
         k: DeviceArray,
         v: DeviceArray,
         wanted: NDArray[np.int32],
+        stored: Cache | None = None,
     ) -> None:
         """Enqueues the upload of one sequence. The block is reused: wait before the next call.
 
@@ -63,12 +67,17 @@ class LiveBlock:
             ids: int32 [nt], the tokens at positions start … start + nt - 1.
             capacity: positions per head of the cache `k`, `v`.
             wanted: int32 [n], the rows whose logits are wanted.
+            stored: the e4m3 cache, of which `k` and `v` are then one layer, widened.
         """
         rows = len(ids)
         _LIVE.pack_into(self._host.array.data, 0, rows, 1, len(wanted), NO_OVERFLOW)
         _SEQUENCE.pack_into(
             self._host.array.data, _LIVE.size, 0, rows, start, capacity, k.ptr, v.ptr
         )
+        if stored is not None:
+            head = (0, rows, start, stored.capacity)
+            pointers = (array.ptr for array in stored.arrays)
+            _STORED.pack_into(self._host.array.data, _HEAD - _STORED.size, *head, *pointers)
         self._arrays[0, :rows] = ids
         self._arrays[1, :rows] = np.arange(start, start + rows)
         self._arrays[2, :rows] = 0
@@ -93,4 +102,4 @@ class LiveBlock:
 
 def live_bytes(max_tokens: int) -> int:
     """Device bytes of a block."""
-    return _LIVE.size + _SEQUENCE.size + 4 * 4 * max_tokens
+    return _HEAD + 4 * 4 * max_tokens

@@ -5,16 +5,17 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
-from numpy.typing import ArrayLike
+from numpy.typing import ArrayLike, NDArray
 
 from pyruntime.errors import NumericalError
-from pyruntime.model.config import DOWN_SCALE, ModelConfig
+from pyruntime.model.config import DOWN_SCALE, KV_DTYPES, ModelConfig
 from pyruntime.model.rope import rope_table
 from pyruntime.model.tensors import layer_shapes, tensor_shapes
 from pyruntime.model.tokens import check_tokens
+from pyruntime.reference import e4m3
 from pyruntime.reference.functions import (
     Array,
     Rounding,
@@ -38,16 +39,23 @@ class Cache:
     """Keys (after RoPE) and values: float32 [layers, kv heads, capacity, head dim] each.
 
     The first `length` positions are filled. In "fp16" precision every element is an fp16 number.
+    With kv_dtype "e4m3" they are uint8 codes, with scales: float32 [layers, kv heads, capacity].
     """
 
-    k: Array
-    v: Array
+    k: NDArray[Any]
+    v: NDArray[Any]
     owner: ReferenceModel
+    k_scale: Array | None = None
+    v_scale: Array | None = None
     length: int = 0
 
     @property
     def capacity(self) -> int:
         return int(self.k.shape[2])
+
+    @property
+    def kv_dtype(self) -> str:
+        return "f16" if self.k_scale is None else "e4m3"
 
 
 class ReferenceModel:
@@ -55,7 +63,8 @@ class ReferenceModel:
 
     `precision` "f32" is the oracle. "fp16" does what a good fp16 GPU path does: weights and GEMM
     inputs, Q, K, V and P are rounded to fp16; accumulation, softmax, norms and the residual
-    stream stay float32.
+    stream stay float32. With `kv_dtype` "e4m3" K and V are stored as `pyruntime.reference.e4m3`
+    says and rounded once they are read back; with "f16" they are rounded before they are stored.
 
     `progress` is called after each tensor with its bytes in the file. Raises OutOfMemoryError
     before anything is read if the float32 weights do not fit into memory. `file` is not needed
@@ -68,11 +77,15 @@ class ReferenceModel:
         config: ModelConfig,
         *,
         precision: Literal["f32", "fp16"] = "f32",
+        kv_dtype: str = "f16",
         progress: Callable[[int], object] | None = None,
     ) -> None:
         if precision not in ROUNDINGS:
             raise ValueError(f"precision is {precision!r}; known: {', '.join(ROUNDINGS)}")
+        if kv_dtype not in KV_DTYPES:
+            raise ValueError(f"kv_dtype is {kv_dtype!r}; known: {', '.join(KV_DTYPES)}")
         self.config = config
+        self.kv_dtype = kv_dtype
         self._rounded = ROUNDINGS[precision]
         elements = sum(math.prod(shape) for _, shape in tensor_shapes(config))
         require_memory(4 * elements, f"{file.path}: float32 weights")
@@ -97,9 +110,15 @@ class ReferenceModel:
         if tokens < 1:
             raise ValueError(f"a cache for {tokens} tokens: at least 1 is needed")
         c = self.config
-        shape = (c.layers, c.kv_heads, tokens, c.head_dim)
-        require_memory(2 * 4 * math.prod(shape), f"a float32 K/V cache for {tokens} tokens")
-        return Cache(np.zeros(shape, np.float32), np.zeros(shape, np.float32), self)
+        rows = (c.layers, c.kv_heads, tokens)
+        shape, what = (*rows, c.head_dim), f"K/V cache for {tokens} tokens"
+        if self.kv_dtype == "f16":
+            require_memory(2 * 4 * math.prod(shape), f"a float32 {what}")
+            return Cache(np.zeros(shape, np.float32), np.zeros(shape, np.float32), self)
+        require_memory(2 * (math.prod(shape) + 4 * math.prod(rows)), f"an e4m3 {what}")
+        k, v = np.zeros((2, *shape), np.uint8)
+        k_scale, v_scale = np.zeros((2, *rows), np.float32)
+        return Cache(k, v, self, k_scale, v_scale)
 
     def launches(self) -> dict[str, int]:
         """None: there are no kernels."""
@@ -128,7 +147,7 @@ class ReferenceModel:
         with np.errstate(over="ignore", invalid="ignore"):  # checked by name below
             x = self._embedding[ids]
             for layer in range(self.config.layers):
-                x = x + self._attention(layer, x, cos, sin, cache.k[layer], cache.v[layer], start)
+                x = x + self._attention(layer, x, cos, sin, cache)
                 x = x + self._feed_forward(layer, x)
                 _require_finite(x, f"the output of layer {layer}")
             x = x if logits == "all" else x[-1:]
@@ -149,12 +168,10 @@ class ReferenceModel:
         x: Array,
         cos: Array,
         sin: Array,
-        k_cache: Array,
-        v_cache: Array,
-        start: int,
+        cache: Cache,
     ) -> Array:
-        """One attention block on x [nt, hidden]; fills the layer's cache from `start` on."""
-        c, w, end = self.config, self._layers[layer], start + len(x)
+        """One attention block on x [nt, hidden]; fills the layer's cache after its length."""
+        c, w = self.config, self._layers[layer]
         normed = rms_norm(x, w["attn_norm.weight"], c.eps)
         q = self._linear(layer, "attn_q", normed).reshape(-1, c.heads, c.head_dim)
         k = self._linear(layer, "attn_k", normed).reshape(-1, c.kv_heads, c.head_dim)
@@ -163,11 +180,24 @@ class ReferenceModel:
             q = rms_norm(q, w["attn_q_norm.weight"], c.eps)
             k = rms_norm(k, w["attn_k_norm.weight"], c.eps)
         q, k = rotate(q, cos, sin, c.rope.style), rotate(k, cos, sin, c.rope.style)
-        k_cache[:, start:end] = self._rounded(k, f"layer {layer}: K").swapaxes(0, 1)
-        v_cache[:, start:end] = self._rounded(v, f"layer {layer}: V").swapaxes(0, 1)
+        keys, values = self._stored(layer, "K", k, cache), self._stored(layer, "V", v, cache)
         q = self._rounded(q, f"layer {layer}: Q")
-        attended = causal_attention(q, k_cache[:, :end], v_cache[:, :end], self._rounded)
+        attended = causal_attention(q, keys, values, self._rounded)
         return self._linear(layer, "attn_output", attended.reshape(len(x), -1))
+
+    def _stored(self, layer: int, name: Literal["K", "V"], rows: Array, cache: Cache) -> Array:
+        """Puts rows [nt, kv heads, head dim] after those that `cache` holds, and reads all back.
+
+        Returns [kv heads, length + nt, head dim].
+        """
+        start, end, what = cache.length, cache.length + len(rows), f"layer {layer}: {name}"
+        held, scales = (cache.k, cache.k_scale) if name == "K" else (cache.v, cache.v_scale)
+        if scales is None:
+            held[layer, :, start:end] = self._rounded(rows, what).swapaxes(0, 1)
+            return held[layer, :, :end]
+        codes, factors = e4m3.quantize(rows.swapaxes(0, 1))
+        held[layer, :, start:end], scales[layer, :, start:end] = codes, factors
+        return self._rounded(e4m3.widen(held[layer, :, :end], scales[layer, :, :end]), what)
 
     def _feed_forward(self, layer: int, x: Array) -> Array:
         """One SwiGLU block on x [nt, hidden]."""

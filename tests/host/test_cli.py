@@ -62,6 +62,13 @@ def test_prefill_prints_json_and_saves_logits(tmp_path: Path) -> None:
     assert done.stderr == ""
 
 
+@pytest.mark.parametrize("command", ["prefill", "generate"])
+def test_an_e4m3_cache(command: str) -> None:
+    done = run(command, MODEL, "--ids", IDS, "--device", "cpu", "--json", "--kv-dtype", "e4m3")
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["device"] == "cpu (NumPy), K/V e4m3"
+
+
 @pytest.mark.parametrize(
     ("arguments", "code", "text"),
     [
@@ -71,6 +78,11 @@ def test_prefill_prints_json_and_saves_logits(tmp_path: Path) -> None:
         (("prefill", MODEL, "--ids", "300", "--device", "cpu"), 2, "token id 300"),
         (("prefill", MODEL, "hello", "--device", "cpu"), 2, "no_vocab"),
         (("generate", MODEL, "--ids", "1", "--device", "cpu", "--attention", "r48"), 2, "'r48'"),
+        (
+            ("prefill", MODEL, "--ids", "1", "--device", "cpu", "--kv-dtype", "int4"),
+            2,
+            "kv_dtype='int4' is not supported; known: f16, e4m3",
+        ),
         (("prefill", "/no/such.gguf", "hello"), 2, "/no/such.gguf"),
         (("prefill", __file__, "hello"), 2, "not a GGUF file"),
         (("info", __file__), 2, "not a GGUF file"),

@@ -11,6 +11,7 @@ from goldens import GOLDEN, prompts
 from pyruntime import Engine
 from pyruntime.errors import DriverNotFoundError, EngineError
 from pyruntime.gguf import GGUFFile
+from pyruntime.model.config import KV_DTYPES
 
 TINY = "tiny-qwen3-q4_k_m"
 PATH = GOLDEN / f"{TINY}.gguf"
@@ -71,7 +72,7 @@ def test_too_long_a_prompt_changes_nothing(engine: Engine) -> None:
     [
         {"weights": "int8"},
         {"attention": "r46"},
-        {"kv_dtype": "e4m3"},
+        {"kv_dtype": "e5m2"},
         {"exact": "invariant"},
         {"graphs": "on"},
         {"overlap": "on"},
@@ -131,6 +132,33 @@ def test_plan_counts_every_weight_once() -> None:
         expected += file.tensors["token_embd.weight"].nbytes
     assert c.tied and plan["weights"] == expected
     assert plan["kv_cache"] == 2 * 2 * c.layers * c.kv_heads * 16 * c.head_dim
+
+
+def test_an_e4m3_cache_takes_half_and_its_scales_and_a_layer_of_fp16() -> None:
+    wide, narrow = (Engine.plan(PATH, max_tokens=16, kv_tokens=32, kv_dtype=d) for d in KV_DTYPES)
+    c = Engine.load(PATH, device="cpu").config
+    rows = c.layers * c.kv_heads * 32
+    assert wide["kv_cache"] == 2 * 2 * rows * c.head_dim
+    assert narrow.pop("kv_cache") == 2 * (rows * c.head_dim + 4 * rows)
+    assert narrow.pop("kv_staging") * c.layers == wide.pop("kv_cache")
+    assert narrow == wide and "kv_staging" not in wide
+
+
+def test_an_e4m3_cache_on_the_cpu() -> None:
+    """Half a byte per element and more, a prompt in pieces as in one, and the path that says so."""
+    ids = prompts(TINY)[2].ids
+    with Engine.load(PATH, device="cpu", kv_dtype="e4m3") as engine:
+        whole = engine.prefill(ids, logits="all")
+        cache = engine.new_cache(len(ids))
+        assert cache.kv_dtype == "e4m3" and cache.k.dtype == cache.v.dtype == np.uint8
+        assert cache.k_scale.shape == cache.k.shape[:3] and cache.k_scale.dtype == np.float32
+        pieces = [engine.prefill(part, cache=cache, logits="all").logits
+                  for part in np.split(ids, [1, 3, 11])]  # fmt: skip
+        np.testing.assert_allclose(np.concatenate(pieces), whole.logits, atol=0.2)
+        assert whole.path == "cpu (NumPy), K/V e4m3"
+    with Engine.load(PATH, device="cpu") as engine:
+        exact = engine.prefill(ids, logits="all")
+    assert np.abs(exact.logits - whole.logits).max() > 0.05  # it is another computation
 
 
 def test_plan_takes_the_options_of_load() -> None:

@@ -17,6 +17,7 @@ from goldens import GOLDEN
 from pyruntime import Engine
 from pyruntime.errors import CudaError, EngineError, GGUFError, OutOfMemoryError
 from pyruntime.model import loader
+from pyruntime.model.config import KV_DTYPES
 
 MODEL = GOLDEN / "tiny-llama-q8_0.gguf"
 ILLEGAL_ADDRESS, TOO_MANY_RESOURCES = 700, 701  # CUresult: the first loses the context
@@ -90,8 +91,9 @@ def test_a_failure_to_free_does_not_hide_why_a_load_failed(driver: FakeDriver, l
 # Closing
 
 
-def test_close_gives_everything_back(driver: FakeDriver, load: Load) -> None:
-    engine = load()
+@pytest.mark.parametrize("kv_dtype", KV_DTYPES)
+def test_close_gives_everything_back(driver: FakeDriver, load: Load, kv_dtype: str) -> None:
+    engine = load(kv_dtype=kv_dtype)
     cache = engine.new_cache(100)
     engine.prefill([1] * 64)
     engine.prefill([1, 2], cache=cache)
@@ -99,6 +101,15 @@ def test_close_gives_everything_back(driver: FakeDriver, load: Load) -> None:
     engine.close()
     engine.close()
     assert driver.held() == {}
+
+
+@pytest.mark.parametrize("kv_dtype", KV_DTYPES)
+def test_plan_is_what_load_allocates(driver: FakeDriver, load: Load, kv_dtype: str) -> None:
+    engine = load(kv_dtype=kv_dtype)
+    cache = engine.new_cache(64)
+    planned = Engine.plan(MODEL, max_tokens=16, kv_tokens=64, kv_dtype=kv_dtype)
+    assert sum(a.nbytes for a in driver.live["arrays"].values()) == sum(planned.values())
+    cache.close()
 
 
 def test_a_dropped_engine_gives_everything_back(driver: FakeDriver, load: Load) -> None:
@@ -207,15 +218,32 @@ def test_an_interrupted_pass_is_waited_for(driver: FakeDriver, load: Load) -> No
 
 
 @pytest.mark.parametrize("code", [INVALID_VALUE, OUT_OF_MEMORY])
+@pytest.mark.parametrize(("kv_dtype", "made"), [("f16", 1), ("e4m3", 1), ("e4m3", 3)])
 def test_a_cache_that_cannot_be_made_keeps_nothing(
-    driver: FakeDriver, load: Load, code: int
+    driver: FakeDriver, load: Load, kv_dtype: str, made: int, code: int
 ) -> None:
-    """There is room for K and none for V, and the exception is kept."""
-    engine = load()
+    """There is room for K and none for V, or for all but the last scales; the exception is kept."""
+    engine = load(kv_dtype=kv_dtype)
     before = driver.held()
-    driver.fail["cuMemAlloc"] = (1, code)
+    driver.fail["cuMemAlloc"] = (made, code)
     with pytest.raises((CudaError, OutOfMemoryError)) as kept:
         engine.new_cache(8)
     assert driver.held() == before, kept.value
     engine.close()
     assert driver.held() == {}
+
+
+@pytest.mark.parametrize("made", [0, 1, 2, 3])
+def test_tables_that_cannot_grow_leave_the_engine_as_it_was(
+    driver: FakeDriver, load: Load, made: int
+) -> None:
+    """K and V of the staging, then the rotary tables: short caches work on, whichever fails."""
+    engine = load(kv_dtype="e4m3")
+    cache = engine.new_cache(8)
+    before = driver.held()
+    driver.fail["cuMemAlloc"] = (made, OUT_OF_MEMORY)
+    with pytest.raises(OutOfMemoryError) as kept:
+        engine.new_cache(100)
+    assert driver.held() == before, kept.value
+    engine.prefill([1, 2], cache=cache)
+    assert cache.length == 2

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import struct
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -14,6 +15,7 @@ import pytest
 from fake_driver import FakeDriver
 
 from pyruntime import Engine
+from pyruntime.driver.program import Launch
 from pyruntime.errors import EngineError, OutOfMemoryError
 from pyruntime.model.live import LiveBlock
 
@@ -44,6 +46,54 @@ def test_a_cache_of_another_engine_is_refused(load: Load, device: str, other: st
     cache = load(device=other).new_cache(8)
     with pytest.raises(ValueError, match="belongs to another model"):
         load(device=device).prefill([1], cache=cache)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda:0"])
+@pytest.mark.parametrize(("ours", "other"), [("f16", "e4m3"), ("e4m3", "f16")])
+def test_a_cache_of_another_dtype_is_refused(
+    load: Load, device: str, ours: str, other: str
+) -> None:
+    cache = load(device=device, kv_dtype=other).new_cache(8)
+    engine = load(device=device, kv_dtype=ours)
+    with pytest.raises(ValueError, match=f"holds {other}; .* loaded with kv_dtype='{ours}'"):
+        engine.prefill([1], cache=cache)
+    assert cache.length == 0
+
+
+def test_attention_reads_the_staging_of_an_e4m3_cache(driver: FakeDriver, load: Load) -> None:
+    """Layer 0 of it; the rows go to the cache's own layers, which are widened in between."""
+    engine = load(kv_dtype="e4m3")
+    cache = engine.new_cache(50)
+    engine.prefill([1, 2, 3], cache=cache)
+    engine.prefill([4, 5], cache=cache)
+    decoder = engine.model._decoder
+    live, staging = decoder.live, decoder.staging
+    seen = struct.unpack("<4i2Q", np.asarray(live.sequences))
+    assert seen == (0, 2, 3, 64, staging.k.ptr, staging.v.ptr)
+    assert staging.k.shape == (1, engine.config.kv_heads, 64, engine.config.head_dim)
+    held = struct.unpack("<4i4Q", np.asarray(live.stored))
+    arrays = (cache.k, cache.v, cache.k_scale, cache.v_scale)
+    assert held == (0, 2, 3, 50, *(array.ptr for array in arrays))
+
+    def given(launch: Launch, name: str, form: str) -> int:
+        (offset,) = (p.offset for p in launch.kernel.spec.params if p.name == name)
+        return int(struct.unpack_from(form, launch._block, offset)[0])
+
+    launches = decoder.program(2, every_row=False).launches
+    found = [
+        (family, given(launch, "layer", "<i"), given(launch, "sequences", "<Q"))
+        for launch in launches
+        if (family := launch.kernel.spec.family) in ("rope", "widen", "attention")
+    ]
+    assert found == [
+        (family, index, address)
+        for layer in range(engine.config.layers)
+        for family, index, address in (
+            ("rope", layer, live.stored.ptr),
+            ("widen", layer, live.sequences.ptr),
+            ("attention", 0, live.sequences.ptr),
+        )
+    ]
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda:0"])

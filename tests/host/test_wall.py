@@ -74,6 +74,18 @@ def test_times_land_in_their_roles(record: dict[str, Any]) -> None:
     assert qkv["of_roofline"] == pytest.approx(qkv["bound_ms"] / qkv["ms"])
 
 
+def test_an_e4m3_cache_is_widened_in_every_layer(
+    driver: timed_driver.TimedDriver, tmp_path: Path
+) -> None:
+    command = ["wall", MODEL, "--nt", str(NT), "--rounds", "2", "--save", str(tmp_path / "w")]
+    assert main([*command, "--options", "kv_dtype=e4m3"]) == 0
+    slices = {s["role"]: s for s in load_record(tmp_path / "w.json", "wall")["slices"]}
+    assert list(slices)[3:6] == ["rope", "widen", "attention"]
+    assert slices["widen"]["launches"] == slices["widen"]["launches_expected"] == 2
+    assert slices["widen"]["kernels"] == ["widen_e4m3_t256_l2"]
+    assert slices["rope"]["kernels"] == ["rope_e4m3_hd256_t128"]
+
+
 def test_the_trace_is_one_that_viewers_read(record: dict[str, Any], tmp_path: Path) -> None:
     events = json.loads((tmp_path / "w.trace.json").read_text())["traceEvents"]
     spans = [e for e in events if e["ph"] == "X"]
@@ -191,6 +203,16 @@ def test_the_graph_of_a_7b_model_is_the_published_one() -> None:
     assert work["attention"].flop == 28 * 4 * 28 * 128 * 3325 * 3326 // 2
     assert work["head"].bytes == 2 * 152064 * 3584 + 2 * 3584 + 4 * 152064
     assert "gather" not in expected_work(qwen2_7b(), 1, 2016)
+
+
+def test_the_bytes_of_an_e4m3_cache() -> None:
+    """Per layer and token of 4 heads of 128: K and V of a byte instead of two, and 8 scales."""
+    wide, narrow = (expected_work(qwen2_7b(), 3325, 2016, kv) for kv in ("f16", "e4m3"))
+    stored, copied = 2 * 4 * (128 + 4), 2 * 4 * 128 * 2
+    assert wide["rope"].bytes - narrow["rope"].bytes == 28 * 3325 * (copied - stored)
+    widen = narrow.pop("widen")
+    assert (widen.launches, widen.bytes) == (28, 28 * 3325 * (stored + copied))
+    assert {role for role in wide if wide[role] != narrow[role]} == {"rope"}
 
 
 def test_the_roofline_is_measured_once(driver: timed_driver.TimedDriver, tmp_path: Path) -> None:
