@@ -60,7 +60,7 @@ def measure(library: Library, stream: Stream, model: tuple[int, ...], rows: int)
         block.upload(stream, ids, start=0, capacity=rows, k=k, v=v, wanted=ids[:1])
     programs = {}
     for kernel in library.family("attention"):
-        if kernel.spec.tile["hd"] == head_dim:
+        if kernel.spec.tile["hd"] == head_dim and not kernel.spec.tile.get("cap"):
             programs[kernel.name] = program = Program()
             for _ in range(LAUNCHES):
                 attention(

@@ -136,13 +136,14 @@ def our_choices(gpu: Gpu, head_dim: int, rows: bool) -> dict[str, dict[str, Any]
     """Name of a contestant -> `choice`: ours, and the invariant variant if there is one.
 
     Args:
-        rows: every row of the kernel table, too.
+        rows: every row of the kernel table, too, but those that cap scores.
     """
     found: dict[str, dict[str, Any]] = {"ours": {}}
     if head_dim in variants(gpu.library).get("invariant", ()):
         found["invariant"] = {"variant": "invariant"}
     kernels: list[Kernel] = gpu.library.family("attention") if rows else []
-    return found | {k.name: {"kernel": k} for k in kernels if k.spec.tile["hd"] == head_dim}
+    fit = [k for k in kernels if k.spec.tile["hd"] == head_dim and not k.spec.tile.get("cap")]
+    return found | {k.name: {"kernel": k} for k in fit}
 
 
 def fa3(gpu: Gpu, work: Work) -> Contestant:

@@ -4,7 +4,8 @@
 //
 // over key tiles (FlashAttention-2's loop order), with the running maximum m and sum l of the
 // online softmax: m' = max(m, S), P = exp(S - m'), l and O times exp(m - m'), l += sum(P),
-// O += P V; at the end O / l.
+// O += P V; at the end O / l. A row sees the last `window` of its keys, its own included
+// (INT32_MAX: all of them). With Cap the scores are softcap tanh(scale / softcap Q K^T) (Gemma 2).
 //
 // Grid: (heads, sequences, row tiles of the longest sequence). Row tiles are counted from the end
 // of a sequence, so the longest ones start first over all heads, and a partial tile is the one with
@@ -15,10 +16,10 @@
 //
 // A row's result does not depend on its tile, its neighbours or where a continuation was cut: key
 // tiles are counted from position 0, and a tile that is wholly masked for a row changes no bit of
-// it.
+// it. The first tile loaded is that of the first key that a row of the block sees.
 //
-// Bytes: Q and O once, K and V once per row tile (from L2 mostly). Keys past the last one that a
-// tile needs are zeros in shared memory, whatever the cache holds there.
+// Bytes: Q and O once, K and V once per row tile (from L2 mostly). Values of keys that no row of
+// the block sees are zeros in shared memory, whatever the cache holds there.
 #pragma once
 
 #include "attention_steps.cuh"
@@ -31,7 +32,7 @@
 
 namespace attention {
 
-template <int HeadDim, int TQ, int TKV, int Threads>
+template <int HeadDim, int TQ, int TKV, int Threads, bool Cap = false>
 struct Fast {
   static constexpr int kPitch = HeadDim + kPad;
   static constexpr int kChunks = HeadDim / 8;                 // 16-byte pieces of a row
@@ -44,9 +45,14 @@ struct Fast {
   static constexpr int kThreads = Threads;
   static constexpr int kMinBlocks = 65536 / ((kAccumulators + 48) * Threads);
   static constexpr spec::Tile tile() {
-    return spec::Tile{}.with("variant", "fast").with("hd", HeadDim).with("tq", TQ).with("tkv", TKV);
+    return spec::Tile{}
+        .with("variant", "fast")
+        .with("hd", HeadDim)
+        .with("tq", TQ)
+        .with("tkv", TKV)
+        .with("cap", int(Cap));
   }
-  SPEC_PARAMS(ATTENTION_PARAMS)
+  SPEC_PARAMS(ATTENTION_WINDOW_PARAMS)
   SPEC_SMEM(ATTENTION_PLANES)
 
   using Scores = float[kBands][kKeys][4];
@@ -57,25 +63,32 @@ struct Fast {
     const Sequence sequence = p.sequences[blockIdx.y];
     const int row0 = sequence.rows - (int(blockIdx.z) + 1) * TQ;  // negative in a partial tile
     if (row0 <= -TQ) return;
-    const int keys = sequence.start + row0 + TQ;  // that the last row sees, itself included
+    const int keys = sequence.start + row0 + TQ;  // up to the last row's own
+    const int begin = max(sequence.start + max(row0, 0) - p.window + 1, 0);  // the first one seen
+    const int skipped = begin / TKV * TKV;
     const Operands<HeadDim> at(p, sequence, blockIdx.x, row0);
-    const __half *k = at.k, *v = at.v;
+    const __half* k = at.k + skipped * int64_t(HeadDim);
+    const __half* v = at.v + skipped * int64_t(HeadDim);
     const int first = warp_index() * kWarpRows;  // the warp's rows in the tile
-    const float log2_scale = p.scale * kLog2E;   // exp(scale x) = 2^(log2_scale x)
+    // exp(scale x) = 2^(log2_scale x), and with Cap of x as it is squashed.
+    const float log2_scale = (Cap ? p.softcap : p.scale) * kLog2E;
+    const float to_tanh = Cap ? 2 * kLog2E * p.scale / p.softcap : 0;
 
     Smem& s = spec::shared<Smem>();
     Output o = {};
     Softmax<kBands> softmax;
 
     load_rows<kThreads>(s.q, at.q, at.pitch, -row0, TQ);
-    load_rows<kThreads>(s.k, k, HeadDim, 0, keys);
+    load_rows<kThreads>(s.k, k, HeadDim, 0, keys - skipped);
     ptx::copy_async_commit();
-    for (int left = keys; left > 0; left -= TKV) {
-      const int ahead = left - TQ + first;      // of the tile's first key, the warp's first row
-      const bool seen = ahead + kWarpRows > 0;  // by any row of the warp
+    for (int left = keys - skipped; left > 0; left -= TKV) {
+      const int ahead = left - TQ + first;  // of the tile's first key, the warp's first row
+      // By any row of the warp; and by all of them, every key.
+      const bool seen = ahead + kWarpRows > 0 && ahead - TKV + 1 < p.window;
+      const bool whole = ahead >= TKV - 1 && ahead + kWarpRows <= p.window;
       ptx::copy_async_wait<0>();
       __syncthreads();  // K is here, and nobody reads the last V any more
-      load_rows<kThreads>(s.v, v, HeadDim, 0, left);
+      load_rows<kThreads>(s.v, v, HeadDim, begin - keys + left, left);
       v += TKV * HeadDim;
       ptx::copy_async_commit();
       Scores scores = {};
@@ -86,7 +99,8 @@ struct Fast {
       if (left > TKV) load_rows<kThreads>(s.k, k, HeadDim, 0, left - TKV);
       ptx::copy_async_commit();
       if (!seen) continue;
-      if (ahead < TKV - 1) mask(scores, ahead);
+      if constexpr (Cap) squash(scores, to_tanh);
+      if (!whole) mask(scores, ahead, p.window);
       softmax.step(scores, o, log2_scale);
       multiply_values(o, scores, s.v);
     }

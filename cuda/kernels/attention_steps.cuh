@@ -28,6 +28,12 @@
   P(int32_t, kv_heads) /* a divisor of heads */     \
   P(float, scale)      /* positive */
 
+// Of kernels that also take windows and caps, see attention.cuh.
+#define ATTENTION_WINDOW_PARAMS(P)                                         \
+  ATTENTION_PARAMS(P)                                                      \
+  P(int32_t, window) /* keys that a row sees, its own included, at most */ \
+  P(float, softcap)  /* of scores, positive; read by rows with Cap alone */
+
 namespace attention {
 
 constexpr int kPad = 8;  // of a staged row
@@ -104,10 +110,11 @@ __device__ __forceinline__ void multiply_keys(float (&scores)[Bands][Keys][4],
   }
 }
 
-// Minus infinity where the key comes after the row; the first row is at the position `ahead` of
-// that of the first key.
-template <int Bands, int Keys>
-__device__ __forceinline__ void mask(float (&scores)[Bands][Keys][4], int ahead) {
+// Minus infinity where `hidden(row, key)`, both counted from the first key; the first row is at the
+// position `ahead` of that of the first key.
+template <int Bands, int Keys, class Hidden>
+__device__ __forceinline__ void mask_where(float (&scores)[Bands][Keys][4], int ahead,
+                                           Hidden&& hidden) {
   const int row = ahead + threadIdx.x % 32 / 4, key = threadIdx.x % 4 * 2;
 #pragma unroll
   for (int band = 0; band < Bands; ++band)
@@ -115,7 +122,34 @@ __device__ __forceinline__ void mask(float (&scores)[Bands][Keys][4], int ahead)
     for (int n = 0; n < Keys; ++n)
 #pragma unroll
       for (int i = 0; i < 4; ++i)
-        if (key + n * 8 + i % 2 > row + band * 16 + i / 2 * 8) scores[band][n][i] = -INFINITY;
+        if (hidden(row + band * 16 + i / 2 * 8, key + n * 8 + i % 2))
+          scores[band][n][i] = -INFINITY;
+}
+
+// Where the key comes after the row.
+template <int Bands, int Keys>
+__device__ __forceinline__ void mask(float (&scores)[Bands][Keys][4], int ahead) {
+  mask_where(scores, ahead, [](int row, int key) { return key > row; });
+}
+
+// Or `window` or more before it; as an unsigned number, what lies behind it is beyond any window.
+template <int Bands, int Keys>
+__device__ __forceinline__ void mask(float (&scores)[Bands][Keys][4], int ahead, int window) {
+  mask_where(scores, ahead,
+             [&](int row, int key) { return uint32_t(row - key) >= uint32_t(window); });
+}
+
+// Scores to tanh(scale x), where `log2_scale` is 2 scale / ln 2: tanh(y) = 1 - 2 / (1 + e^2y). Off
+// by 2^-21 or so at most, everywhere: tanh.approx would be by 2^-11.
+template <int Bands, int Keys>
+__device__ __forceinline__ void squash(float (&scores)[Bands][Keys][4], float log2_scale) {
+#pragma unroll
+  for (int band = 0; band < Bands; ++band)
+#pragma unroll
+    for (int n = 0; n < Keys; ++n)
+#pragma unroll
+      for (float& x : scores[band][n])
+        x = 1.0f - __fdividef(2.0f, 1.0f + ptx::exp2_approx(x * log2_scale));
 }
 
 // A running maximum (`top`) and sum per row, for rows lane / 4 and lane / 4 + 8 of each band. The

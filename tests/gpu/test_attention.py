@@ -26,15 +26,20 @@ ROWS = (1, 2, 15, 16, 17, 31, 32, 33, 63, 64, 65, 95, 96, 97, 127, 128, 129, 130
         384, 1000)
 # fmt: on
 STARTS = (0, 1, 37, 64, 300)
+WINDOWS = (1, 2, 15, 31, 32, 33, 63, 64, 65, 96, 97, 128, 200)
+CAPPED_HEAD_DIMS = (128, 256)
 POISON = (0x7E00, 0xFE19, 0xFFFF)
 SEQUENCE = np.dtype("<i4, <i4, <i4, <i4, <u8, <u8")  # row0, rows, start, capacity, k, v
 # P and O are rounded to fp16 (2^-11 each at most, in a norm less than half of that).
 TOLERANCE = 1e-3
 
 
-def variants_of(head_dim: int) -> list[str]:
+def variants_of(
+    head_dim: int, window: int | None = None, softcap: float | None = None
+) -> list[str]:
     """In the order in which `launch` stacks them."""
-    return ["fast", *(LADDER if head_dim in (64, 128) else ())]
+    everyone = window is None and softcap is None and head_dim in (64, 128)
+    return ["fast", *(LADDER if everyone else ())]
 
 
 @dataclass
@@ -63,14 +68,19 @@ def draw(rng: Any, rows: int, start: int, heads: int, kv_heads: int, head_dim: i
     return Prompt(normal(rows, heads, head_dim), normal(*cache), normal(*cache))
 
 
-def oracle(prompt: Prompt, scale: float) -> Array:
+def oracle(
+    prompt: Prompt, scale: float, window: int | None = None, softcap: float | None = None
+) -> Array:
     """softmax(scale q k^T) v in float64, [rows, heads, head dim]."""
     q, k, v = (x.astype(np.float64) for x in (prompt.q, prompt.k, prompt.v))
     rows, heads, head_dim = q.shape
     kv_heads, keys, _ = k.shape
     grouped = q.transpose(1, 0, 2).reshape(kv_heads, -1, head_dim)
     scores = scale * (grouped @ k.transpose(0, 2, 1)).reshape(-1, rows, keys)
-    scores[:, np.arange(keys) > prompt.start + np.arange(rows)[:, None]] = -np.inf
+    if softcap is not None:
+        scores = softcap * np.tanh(scores / softcap)
+    behind = prompt.start + np.arange(rows)[:, None] - np.arange(keys)
+    scores[:, (behind < 0) | (behind >= (window or np.inf))] = -np.inf
     p = np.exp(scores - scores.max(-1, keepdims=True))
     p /= p.sum(-1, keepdims=True)
     return (p.reshape(kv_heads, -1, keys) @ v).reshape(heads, rows, head_dim).transpose(1, 0, 2)
@@ -85,17 +95,19 @@ def launch(
     prompts: list[Prompt],
     *,
     scale: float | None = None,
+    window: int | None = None,
+    softcap: float | None = None,
     layer: int = 0,
     slack: int = 40,
     poison: int = POISON[0],
     unused: int = 0,
 ) -> list[Array]:
-    """Runs every table row of the head dim on `prompts`, a sequence each, and returns O per prompt.
+    """Runs every table row that can on `prompts`, a sequence each, and returns O per prompt.
 
     O is [variants, rows, heads, head dim]. Demands equal bits of a variant's rows and untouched
     memory elsewhere. Every slot that no row may look at holds `poison`: other layers, `slack`
-    positions per head, rows between the sequences. Without slack the last key is the end of the
-    allocation. `unused` sequences past the live ones have null caches.
+    positions per head, positions before a window, rows between the sequences. Without slack the
+    last key is the end of the allocation. `unused` sequences past the live ones have null caches.
     """
     _, heads, head_dim = prompts[0].q.shape
     kv_heads = prompts[0].k.shape[0]
@@ -112,7 +124,8 @@ def launch(
         pointers = []
         for values in (p.k, p.v):
             cache = poisoned((layer + 1 + bool(slack), kv_heads, keys + slack, head_dim), poison)
-            cache[layer, :, :keys] = values
+            first = max(p.start - window + 1, 0) if window else 0
+            cache[layer, :, first:keys] = values[:, first:]
             held.append(gpu.upload(cache))
             pointers.append(held[-1].ptr)
         table[i] = (row0, rows, p.start, keys + slack, *pointers)
@@ -122,7 +135,14 @@ def launch(
     untouched = np.ones(row_count, bool)
     for place in places:
         untouched[place] = False
-    rows_of_table = [k for k in gpu.library.family("attention") if k.spec.tile["hd"] == head_dim]
+    able = variants_of(head_dim, window, softcap)
+    rows_of_table = [
+        k
+        for k in gpu.library.family("attention")
+        if k.spec.tile["hd"] == head_dim
+        and k.spec.tile["variant"] in able
+        and bool(k.spec.tile.get("cap")) == (softcap is not None)
+    ]
     for kernel in rows_of_table:
         out = gpu.upload(poisoned(q.shape, poison))
         program = Program()
@@ -139,6 +159,8 @@ def launch(
             heads=heads,
             kv_heads=kv_heads,
             scale=scale or head_dim**-0.5,
+            window=window,
+            softcap=softcap,
             kernel=kernel,
         )
         gpu.run(program)
@@ -148,7 +170,7 @@ def launch(
         assert same_bits(result, outputs.setdefault(variant, result)), (
             f"{kernel.name} and another row of {variant} differ"
         )
-    stacked = np.stack([outputs[variant] for variant in variants_of(head_dim)])
+    stacked = np.stack([outputs[variant] for variant in able])
     return [
         stacked[:, place].reshape(len(stacked), *p.q.shape)
         for place, p in zip(places, prompts, strict=True)
@@ -159,18 +181,18 @@ def same_bits(a: Array, b: Array) -> bool:
     return np.array_equal(a.view(np.uint16), b.view(np.uint16))
 
 
-def check(out: Array, prompt: Prompt, scale: float | None = None) -> None:
+def check(out: Array, prompt: Prompt, scale: float | None = None, **masking: Any) -> None:
     """Every row of every head within the tolerance of the oracle, in the norm.
 
-    `out` is [variants, rows, heads, head dim].
+    `out` is [variants, rows, heads, head dim]; `masking`: window, softcap.
     """
-    expected = oracle(prompt, scale or prompt.q.shape[-1] ** -0.5)
+    expected = oracle(prompt, scale or prompt.q.shape[-1] ** -0.5, **masking)
     error = np.linalg.norm(out.astype(np.float64) - expected, axis=-1)
     error /= np.linalg.norm(expected, axis=-1)
     worst = np.unravel_index(np.argmax(np.nan_to_num(error, nan=np.inf)), error.shape)
     variant, row, head = map(int, worst)
     assert error[worst] <= TOLERANCE, (
-        f"{variants_of(out.shape[-1])[variant]}: row {row}, head {head}: "
+        f"{variants_of(out.shape[-1], **masking)[variant]}: row {row}, head {head}: "
         f"relative error {error[worst]}"
     )
 
@@ -279,8 +301,80 @@ def test_largest_fp16_inputs_stay_finite(gpu: Any, rng: Any, head_dim: int) -> N
     check(out, prompt)
 
 
-@pytest.mark.parametrize("variant", ["auto", *LADDER])
-def test_rows_and_cache_beyond_32_bits(gpu: Any, rng: Any, variant: str) -> None:
+@pytest.mark.parametrize("window", WINDOWS)
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+def test_windows(gpu: Any, rng: Any, head_dim: int, window: int) -> None:
+    i = WINDOWS.index(window) + 2 * HEAD_DIMS.index(head_dim)
+    for rows in (1, 17, 130, ROWS[i % len(ROWS)]):
+        prompt = draw(rng, rows, STARTS[(i + rows) % len(STARTS)], 4, 2, head_dim)
+        (out,) = launch(gpu, [prompt], window=window, poison=POISON[i % 3], slack=rows % 7)
+        check(out, prompt, window=window)
+
+
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+def test_a_window_beyond_all_keys_changes_no_bit(gpu: Any, rng: Any, head_dim: int) -> None:
+    prompt = draw(rng, 150, 37, 4, 2, head_dim)
+    (out,) = launch(gpu, [prompt])
+    for window in (187, 188, 1 << 20, 2**31 - 1, 1 << 40):
+        assert same_bits(launch(gpu, [prompt], window=window)[0], out[:1]), window
+
+
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+@pytest.mark.parametrize("window", [1, 40, 64, 129])
+def test_cuts_and_windows_change_no_bit(gpu: Any, rng: Any, head_dim: int, window: int) -> None:
+    """A window moves where a block starts to read, not how keys are grouped."""
+    whole = draw(rng, 300, 11, 4, 2, head_dim)
+    (out,) = launch(gpu, [whole], window=window)
+    check(out, whole, window=window)
+    for cuts in ([0, 77, 78, 178, 300], [0, 64, 128, 299, 300]):
+        parts = [launch(gpu, [whole.part(a, b)], window=window)[0] for a, b in pairwise(cuts)]
+        assert same_bits(np.concatenate(parts, axis=1), out), f"cut at {cuts}"
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize("softcap", [None, 50.0])
+def test_packed_sequences_with_windows(gpu: Any, rng: Any, softcap: float | None) -> None:
+    lengths = [(64, 0), (0, 9), (1, 200), (129, 70), (33, 5)]
+    prompts = [draw(rng, rows, start, 4, 2, 128) for rows, start in lengths]
+    masking = {"window": 48, "softcap": softcap}
+    for prompt, out in zip(prompts, launch(gpu, prompts, unused=2, **masking), strict=True):
+        if len(prompt.q):
+            check(out, prompt, **masking)
+
+
+@pytest.mark.parametrize("softcap", [0.5, 5.0, 50.0])
+@pytest.mark.parametrize("head_dim", CAPPED_HEAD_DIMS)
+@pytest.mark.parametrize("window", [None, 40])
+def test_softcap(gpu: Any, rng: Any, head_dim: int, softcap: float, window: int | None) -> None:
+    for rows, start, loudness in ((1, 0, 1), (130, 0, 1), (200, 37, 30), (65, 300, 1)):
+        prompt = draw(rng, rows, start, 4, 2, head_dim)
+        prompt.q *= np.float16(loudness)  # at 30 the largest scores lie flat at the cap
+        masking: dict[str, Any] = {"window": window, "softcap": softcap}
+        check(launch(gpu, [prompt], **masking)[0], prompt, **masking)
+
+
+@pytest.mark.parametrize("head_dim", CAPPED_HEAD_DIMS)
+def test_softcap_of_outliers(gpu: Any, rng: Any, head_dim: int) -> None:
+    """Scores of either sign far beyond e^x's range: the caps themselves, never a NaN."""
+    prompt = draw(rng, 150, 30, 4, 2, head_dim)
+    prompt.k[:, 60:63] *= np.float16(1000)
+    prompt.q[100] *= np.float16(1000)
+    prompt.q[40] = 0
+    check(launch(gpu, [prompt], softcap=30.0)[0], prompt, softcap=30.0)
+
+
+@pytest.mark.parametrize("head_dim", CAPPED_HEAD_DIMS)
+def test_a_wide_cap_is_none(gpu: Any, rng: Any, head_dim: int) -> None:
+    prompt = draw(rng, 100, 0, 4, 2, head_dim)
+    check(launch(gpu, [prompt], softcap=500.0)[0], prompt)
+
+
+@pytest.mark.parametrize(
+    ("variant", "window"), [("auto", None), ("auto", 64), *((name, None) for name in LADDER)]
+)
+def test_rows_and_cache_beyond_32_bits(
+    gpu: Any, rng: Any, variant: str, window: int | None
+) -> None:
     """The end of a million positions in a far layer; activations a million rows into their array.
 
     Only the touched parts exist: the base addresses are set back by the distances under test.
@@ -313,10 +407,11 @@ def test_rows_and_cache_beyond_32_bits(gpu: Any, rng: Any, variant: str) -> None
         heads=heads,
         kv_heads=1,
         scale=scale,
+        window=window,
         variant=variant,
     )
     gpu.run(program)
-    check(gpu.download(out).reshape(1, *prompt.q.shape), prompt, scale)
+    check(gpu.download(out).reshape(1, *prompt.q.shape), prompt, scale, window=window)
 
 
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
@@ -326,6 +421,7 @@ def test_choice_of_table_row(gpu: Any, head_dim: int) -> None:
         int(k.spec.tile["tq"])
         for k in gpu.library.family("attention")
         if (k.spec.tile["hd"], k.spec.tile["variant"]) == (head_dim, "fast")
+        and not k.spec.tile["cap"]
     ]
     assert choose(gpu.library, head_dim, 1, 28).spec.tile["tq"] == min(tiles)
     assert choose(gpu.library, head_dim, 1 << 20, 28).spec.tile["tq"] == max(tiles)
@@ -350,3 +446,10 @@ def test_refusals(gpu: Any) -> None:
     refused(ValueError, "5 heads", q, heads=5, kv_heads=1)
     refused(ValueError, "float32", gpu.empty((5, 4 * 64), np.float32))
     refused(ValueError, "scale", q, scale=float("nan"))
+    refused(ValueError, "window of 0 keys", q, window=0)
+    refused(ValueError, "softcap -1", q, softcap=-1.0)
+    refused(ValueError, "softcap nan", q, softcap=float("nan"))
+    refused(UnsupportedModelError, "'r48' .* with a sliding window", q, variant="r48", window=9)
+    refused(UnsupportedModelError, "head dim 64 with capped scores", q, softcap=50.0)
+    plain = choose(gpu.library, 64, 5, 4)
+    refused(ValueError, f"{plain.name} with window None, softcap 50", q, kernel=plain, softcap=50.0)

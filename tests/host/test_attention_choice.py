@@ -50,6 +50,7 @@ def test_auto_is_fast(library: Any, head_dim: int) -> None:
         k.spec.tile["tq"]
         for k in library.family("attention")
         if (k.spec.tile["variant"], k.spec.tile["hd"]) == ("fast", head_dim)
+        and not k.spec.tile["cap"]
     ]
     few, many = (choose(library, head_dim, n, 28) for n in (1, 1 << 20))
     assert {few.spec.tile["variant"], many.spec.tile["variant"]} == {"fast"}
@@ -65,6 +66,26 @@ def test_refusals_list_what_there_is(library: Any) -> None:
         choose(library, 96, 1, 28, "r46")
     with pytest.raises(UnsupportedModelError, match=rf"'auto' .* at head dim 80; {there}"):
         choose(library, 80, 1, 28)
+
+
+@pytest.mark.parametrize("head_dim", [64, 96, 128, 256])
+def test_windows_are_for_every_fast_kernel_and_caps_for_some(library: Any, head_dim: int) -> None:
+    plain = choose(library, head_dim, 1, 28)
+    assert choose(library, head_dim, 1, 28, windowed=True) is plain
+    if head_dim < 128:
+        with pytest.raises(UnsupportedModelError, match=f"dim {head_dim} with capped scores; ther"):
+            choose(library, head_dim, 1, 28, capped=True)
+    else:
+        capped = choose(library, head_dim, 1, 28, capped=True, windowed=True)
+        assert capped.spec.tile == plain.spec.tile | {"cap": 1}
+
+
+@pytest.mark.parametrize("name", LADDER)
+def test_the_ladder_refuses_windows_and_caps(library: Any, name: str) -> None:
+    with pytest.raises(UnsupportedModelError, match=f"'{name}' .* 128 with a sliding window; "):
+        choose(library, 128, 1, 28, name, windowed=True)
+    with pytest.raises(UnsupportedModelError, match=f"'{name}' .* 128 with capped scores; "):
+        choose(library, 128, 1, 28, name, capped=True)
 
 
 def test_a_kernel_that_the_device_has_no_room_for_is_named(library: Any) -> None:
