@@ -21,15 +21,15 @@
 #include "../core/spec.cuh"
 #include "gemm_base.cuh"
 
-#define GEMM_PARAMS(P)                                                        \
-  P(const int32_t*, rows) /* device count of live rows */                     \
-  P(const __half*, a)     /* [rows][k], 16-byte aligned like w and c */       \
-  P(const __half*, w)     /* [n][k] */                                        \
-  P(Out*, c)              /* [rows][n], float; swiglu: [rows][n / 2], half */ \
-  P(int32_t*, overflow)   /* swiglu: lowest site out of fp16 range */         \
-  P(int32_t, n)                                                               \
-  P(int32_t, k)                                                               \
-  P(int32_t, site)                                                            \
+#define GEMM_PARAMS(P)                                                       \
+  P(const int32_t*, rows) /* device count of live rows */                    \
+  P(const __half*, a)     /* [rows][k], 16-byte aligned like w and c */      \
+  P(const __half*, w)     /* [n][k] */                                       \
+  P(Out*, c)              /* [rows][n], float; gated: [rows][n / 2], half */ \
+  P(int32_t*, overflow)   /* gated: lowest site out of fp16 range */         \
+  P(int32_t, n)                                                              \
+  P(int32_t, k)                                                              \
+  P(int32_t, site)                                                           \
   P(float, scale)
 
 #define GEMM_PLANES(P, A)              \
@@ -45,7 +45,7 @@ struct Gemm {
   static constexpr int kSlices = BK / 16;  // mma depths of a stage
   static constexpr int kRowBytes = BK * sizeof(__half);
   // Consecutive columns that a lane holds (see `column`): 16 bytes of output if the warp has them.
-  static constexpr bool kGated = E == Epilogue::swiglu;
+  static constexpr bool kGated = is_gated<E>;
   static constexpr int kRun = !kGated ? 4 : kWarpColumns < 64 ? kWarpColumns / 4 : 16;
   static constexpr int kRunOut = kGated ? kRun / 2 : kRun;
   using Out = OutputOf<E>;
@@ -257,7 +257,7 @@ struct Gemm {
   static __device__ void finish(const Params& p, const float (&c)[kWarpColumns / 8][4], int half,
                                 int x, Out& out, bool& fit) {
     if constexpr (kGated) {
-      const float value = swiglu(c[x][half * 2], c[x][half * 2 + 1]) * p.scale;
+      const float value = gated<E>(c[x][half * 2], c[x][half * 2 + 1]) * p.scale;
       fit &= fits_half(value);
       out = __float2half_rn(value);
     } else {

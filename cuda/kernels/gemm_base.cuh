@@ -10,18 +10,30 @@
 //   f32     C[r][j]  = scale * acc[r][j]
 //   add     C[r][j] += scale * acc[r][j]
 //   swiglu  C[r][i]  = fp16(scale * silu(acc[r][2i]) * acc[r][2i + 1]), W rows gate0, up0, gate1...
-enum class Epilogue { f32, add, swiglu };
+//   geglu   the same with gelu in place of silu
+enum class Epilogue { f32, add, swiglu, geglu };
 
 constexpr const char* name_of(Epilogue e) {
-  return e == Epilogue::f32 ? "f32" : e == Epilogue::add ? "add" : "swiglu";
+  constexpr const char* names[] = {"f32", "add", "swiglu", "geglu"};
+  return names[int(e)];
 }
 
 template <Epilogue E>
-using OutputOf = std::conditional_t<E == Epilogue::swiglu, __half, float>;
+constexpr bool is_gated = E == Epilogue::swiglu || E == Epilogue::geglu;
 
-__device__ __forceinline__ float swiglu(float gate, float up) {
+template <Epilogue E>
+using OutputOf = std::conditional_t<is_gated<E>, __half, float>;
+
+// silu(g) = g / (1 + e^-g). gelu is the one by tanh, g / 2 (1 + tanh(t)) = g / (1 + e^-2t) with
+// t = sqrt(2 / pi) (g + 0.044715 g^3) (arXiv:1606.08415, section 2), as Gemma was trained with.
+template <Epilogue E>
+__device__ __forceinline__ float gated(float gate, float up) {
+  static_assert(is_gated<E>);
   constexpr float kLog2E = 1.44269504f;
-  return __fdividef(gate, 1.0f + ptx::exp2_approx(-kLog2E * gate)) * up;
+  float power = -kLog2E * gate;
+  if constexpr (E == Epilogue::geglu)
+    power *= 1.59576912f + 1.59576912f * 0.044715f * gate * gate;  // 2 sqrt(2 / pi)
+  return __fdividef(gate, 1.0f + ptx::exp2_approx(power)) * up;
 }
 
 // Tiles are walked in bands of kBandRows rows, down the band before the next column tile, so that

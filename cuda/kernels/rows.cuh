@@ -1,6 +1,6 @@
 // Rows picked from one array and set in another: token embeddings in, wanted rows out.
 //
-//   embed:  x[r] = table[ids[r]]                              r < *rows, packed to f32
+//   embed:  x[r] = scale * table[ids[r]]                      r < *rows, packed to f32
 //   gather: x_out[r] = x[index[r]], a_out[r] = a[index[r]]    r < *wanted
 //
 // Embeddings are unpacked as they are, not through fp16: they start the residual stream.
@@ -16,7 +16,8 @@
   P(const int32_t*, ids)   /* [rows] */                               \
   P(const uint8_t*, table) /* [vocabulary][columns / block] blocks */ \
   P(float*, x)             /* [rows][columns] */                      \
-  P(int32_t, columns)
+  P(int32_t, columns)                                                 \
+  P(float, scale)
 
 template <class Block, int Threads>
 struct Embed {
@@ -42,6 +43,8 @@ struct Embed {
     for (int unit = threadIdx.x; unit < units; unit += kThreads) {
       float w[8];
       quant::unpack(in[unit / kBlockUnits], unit % kBlockUnits, w);
+#pragma unroll
+      for (float& value : w) value *= p.scale;
       out[2 * unit] = make_float4(w[0], w[1], w[2], w[3]);
       out[2 * unit + 1] = make_float4(w[4], w[5], w[6], w[7]);
     }

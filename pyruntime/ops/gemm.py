@@ -12,7 +12,8 @@ from pyruntime.driver.tensormap import TensorMap, tensor_map
 from pyruntime.ops.gemm_choice import at_once, choose, units
 
 ALIGNMENT = 16  # bytes; of rows that are read or written 16 bytes at a time
-OUTPUTS = {"f32": "float32", "add": "float32", "swiglu": "float16"}
+GATED = ("swiglu", "geglu")
+OUTPUTS = {"f32": "float32", "add": "float32", **dict.fromkeys(GATED, "float16")}
 
 
 def gemm(
@@ -34,16 +35,17 @@ def gemm(
 
     "f32": c = scale · a wᵀ. "add": c += scale · a wᵀ.
     "swiglu": c[:, i] = scale · silu(a wᵀ[:, 2i]) · a wᵀ[:, 2i + 1], gate and up rows alternating.
+    "geglu": the same with gelu (approximated by tanh) instead of silu.
 
     Args:
         a: float16 [at least max_rows, k], k a multiple of 8.
         w: float16 [n, k]; nothing in the same run of the program may write it (`Program.run`).
-        c: float32 [at least max_rows, n]; "swiglu": float16 [at least max_rows, n / 2]. Rows past
+        c: float32 [at least max_rows, n]; gated: float16 [at least max_rows, n / 2]. Rows past
             the live ones are neither read nor written. Columns: any number for "f32", otherwise
             rows of a whole number of 16-byte units.
         rows: device int32 (or its address): how many rows are live when this runs.
         max_rows: the most that `rows` will hold; sizes the grid.
-        overflow, site: "swiglu" leaves `site` there if it is lower and a result is no finite fp16.
+        overflow, site: gated ones leave `site` there if it is lower and a result is no finite fp16.
         kernel: a row of the table, instead of the one that `choose` picks.
 
     Raises:
@@ -51,8 +53,8 @@ def gemm(
         CudaError: the driver refuses a tensor map.
     """
     _check(a, w, c, max_rows, epilogue)
-    if epilogue == "swiglu" and not overflow:
-        raise ValueError("gemm: swiglu needs an overflow word")
+    if epilogue in GATED and not overflow:
+        raise ValueError(f"gemm: {epilogue} needs an overflow word")
     (n, k), device = w.shape, library.device
     if kernel is None:
         kernel = _choice(library, epilogue, max_rows, n, k)
@@ -108,8 +110,9 @@ def _check(a: DeviceArray, w: DeviceArray, c: DeviceArray, max_rows: int, epilog
         if not odd and array.ptr % ALIGNMENT:
             raise ValueError(f"gemm: {name} at {array.ptr:#x} is not 16-byte aligned")
     n, k = w.shape
-    width = n // 2 if epilogue == "swiglu" else n
-    if not (n and k) or a.shape[1] != k or c.shape[1] != width or (epilogue == "swiglu" and n % 2):
+    gated = epilogue in GATED
+    width = n // 2 if gated else n
+    if not (n and k) or a.shape[1] != k or c.shape[1] != width or (gated and n % 2):
         raise ValueError(f"gemm: {epilogue} of a {a.shape} and w {w.shape} into c {c.shape}")
     if not 1 <= max_rows <= min(a.shape[0], c.shape[0]):
         raise ValueError(f"gemm: {max_rows} rows of a {a.shape} into c {c.shape}")

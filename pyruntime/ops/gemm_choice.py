@@ -30,8 +30,9 @@ MEMORY_BYTES = 2170.0  # a cycle from device memory, for the whole device
 LAUNCH = 7000.0  # a launch besides its main loops
 SHARED_START = 1500.0  # cluster barriers at both ends of a launch
 EXCHANGE, EXCHANGED_COLUMN = 700.0, 64.0  # per further rank of a split; its columns are divided
-STORED_COLUMN = {"f32": 12.0, "add": 20.0, "swiglu": 10.0}  # between tiles, per column
-OUTPUT_BYTES = {"f32": 4, "add": 8, "swiglu": 1}  # to and from C, per column of the product
+# Between tiles, per column; geglu, not measured, counts as swiglu.
+STORED_COLUMN = {"f32": 12.0, "add": 20.0, "swiglu": 10.0, "geglu": 10.0}
+OUTPUT_BYTES = {"f32": 4, "add": 8, "swiglu": 1, "geglu": 1}  # to and from C, per product's column
 MEMORY_START = 0.6  # the part of a launch's fixed cost during which memory is idle, too
 OVERLAP = 4  # work and memory hide each other as the norm of this order: not perfectly
 

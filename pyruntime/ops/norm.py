@@ -1,10 +1,8 @@
-"""RMS normalisation."""
+"""RMS normalisation, alone and where a branch joins the residual stream."""
 
 from __future__ import annotations
 
-import numpy as np
-
-from pyruntime.driver.library import Library
+from pyruntime.driver.library import Kernel, Library
 from pyruntime.driver.memory import DeviceArray
 from pyruntime.driver.program import Program
 
@@ -36,17 +34,9 @@ def norm(
     Raises:
         ValueError: arrays that do not belong together, or columns that are no multiple of 4.
     """
-    (kernel,) = library.family("norm")
-    (columns,) = weight.shape
-    if x.shape[1:] != (columns,) or y.shape[1:] != (columns,) or columns % 4:
-        raise ValueError(f"norm: x {x.shape}, y {y.shape}, weight {weight.shape}")
-    dtypes = [array.dtype for array in (x, weight, y)]
-    if dtypes != [np.float32, np.float32, np.float16]:
-        raise ValueError(f"norm: x, weight, y are {dtypes}")
-    if max_rows > min(x.shape[0], y.shape[0]):
-        raise ValueError(f"norm: {max_rows} rows of x {x.shape}, y {y.shape}")
+    columns = _columns(max_rows, {"x": x, "y": y}, {"weight": weight})
     program.add(
-        kernel,
+        _kernel(library, "norm"),
         grid=max_rows,
         rows=rows,
         x=x,
@@ -57,3 +47,70 @@ def norm(
         site=site,
         eps=eps,
     )
+
+
+def norm_residual(
+    program: Program,
+    library: Library,
+    *,
+    rows: DeviceArray,
+    max_rows: int,
+    branch: DeviceArray,
+    post: DeviceArray,
+    x: DeviceArray,
+    weight: DeviceArray,
+    y: DeviceArray,
+    overflow: DeviceArray,
+    site: int,
+    eps: float,
+) -> None:
+    """Records x += norm(branch, post), then y = norm(x, weight), as `norm` does it.
+
+    Args:
+        branch: float32, shaped like x: what a block of the network adds once it is normalised.
+        post, weight: float32 [columns].
+        x: float32 [max rows or more, columns], updated.
+        The others: see `norm`.
+
+    Raises:
+        ValueError: arrays that do not belong together, or columns that are no multiple of 4.
+    """
+    columns = _columns(
+        max_rows, {"x": x, "y": y, "branch": branch}, {"weight": weight, "post": post}
+    )
+    program.add(
+        _kernel(library, "residual"),
+        grid=max_rows,
+        rows=rows,
+        branch=branch,
+        post=post,
+        x=x,
+        weight=weight,
+        y=y,
+        overflow=overflow,
+        columns=columns,
+        site=site,
+        eps=eps,
+    )
+
+
+def _kernel(library: Library, op: str) -> Kernel:
+    (kernel,) = (k for k in library.family("norm") if k.spec.tile.get("op", "norm") == op)
+    return kernel
+
+
+def _columns(
+    max_rows: int, matrices: dict[str, DeviceArray], vectors: dict[str, DeviceArray]
+) -> int:
+    """The columns of all of them; y is fp16, the others are float32."""
+    arrays = matrices | vectors
+    told = ", ".join(f"{name} {array.dtype} {array.shape}" for name, array in arrays.items())
+    columns = vectors["weight"].shape[-1]
+    shapes = {array.shape[1:] for array in matrices.values()}
+    shapes |= {array.shape for array in vectors.values()}
+    types = {name: "float16" if name == "y" else "float32" for name in arrays}
+    if shapes != {(columns,)} or columns % 4 or any(arrays[n].dtype != types[n] for n in arrays):
+        raise ValueError(f"norm: {told}")
+    if max_rows > min(array.shape[0] for array in matrices.values()):
+        raise ValueError(f"norm: {max_rows} rows of {told}")
+    return columns

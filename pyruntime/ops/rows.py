@@ -20,8 +20,9 @@ def embed(
     table: DeviceArray,
     type_name: str,
     x: DeviceArray,
+    scale: float = 1.0,
 ) -> None:
-    """Records x[r] = table[ids[r]] for each of the first `rows` rows, exact in float32.
+    """Records x[r] = scale * table[ids[r]] for each of the first `rows` rows, in float32.
 
     Args:
         rows: int32, the count of live rows on the device; `max_rows` is the most it will be.
@@ -51,6 +52,7 @@ def embed(
         table=table,
         x=x,
         columns=columns,
+        scale=scale,
     )
 
 

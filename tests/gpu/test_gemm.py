@@ -11,13 +11,14 @@ from numpy.typing import NDArray
 from pyruntime.driver.library import Kernel
 from pyruntime.driver.program import Program
 from pyruntime.model.live import NO_OVERFLOW
-from pyruntime.ops.gemm import gemm
+from pyruntime.ops.gemm import GATED, OUTPUTS, gemm
 
 # Norm of a row's error over the row's norm. Rounding results to fp16 gives 2.1e-4, f32 accumulation
 # far less; one wrong value in a row of 49152 would give 6e-3.
 TOLERANCE = 1e-3
 DEAD = 5  # rows past the live ones, NaN in A, poisoned in C
-ADD_SCALE, SWIGLU_SCALE = 2.0**5, 2.0**-5
+ADD_SCALE, GATED_SCALE = 2.0**5, 2.0**-5
+SCALES = {"f32": 1.0, "add": ADD_SCALE, **dict.fromkeys(GATED, GATED_SCALE)}
 
 
 def rows_of(gpu: Any, epilogue: str) -> list[Kernel]:
@@ -48,7 +49,8 @@ def reference(
     if epilogue == "add":
         return before[: len(acc)] + ADD_SCALE * acc
     gate, up = acc[:, 0::2], acc[:, 1::2]
-    return SWIGLU_SCALE * gate / (1 + np.exp(-gate)) * up
+    power = gate if epilogue == "swiglu" else 2 * (2 / np.pi) ** 0.5 * (gate + 0.044715 * gate**3)
+    return GATED_SCALE * gate / (1 + np.exp(-power)) * up
 
 
 def check(
@@ -60,8 +62,8 @@ def check(
     before = rng.standard_normal((most, n), np.float32)
     truth = reference(epilogue, a, w, before)
     w_device = gpu.upload(w)
-    scale = {"f32": 1.0, "add": ADD_SCALE, "swiglu": SWIGLU_SCALE}[epilogue]
-    width, dtype = (n // 2, np.float16) if epilogue == "swiglu" else (n, np.float32)
+    scale = SCALES[epilogue]
+    width, dtype = (n // 2, np.float16) if epilogue in GATED else (n, np.float32)
     failures = []
     for i, m in enumerate(lengths):
         capacity = m + (DEAD if i % 2 else 0)  # every other case: an allocation without slack
@@ -144,14 +146,15 @@ def test_add(gpu: Any, rng: np.random.Generator, n: int, k: int, lengths: tuple[
         (20480, 640, (257,)),
     ],
 )
-def test_swiglu(
-    gpu: Any, rng: np.random.Generator, n: int, k: int, lengths: tuple[int, ...]
+@pytest.mark.parametrize("epilogue", GATED)
+def test_gated(
+    gpu: Any, rng: np.random.Generator, epilogue: str, n: int, k: int, lengths: tuple[int, ...]
 ) -> None:
-    check(gpu, rng, "swiglu", n, k, lengths)
+    check(gpu, rng, epilogue, n, k, lengths)
 
 
 @pytest.mark.smoke
-@pytest.mark.parametrize("epilogue", ["f32", "add", "swiglu"])
+@pytest.mark.parametrize("epilogue", OUTPUTS)
 def test_edges(gpu: Any, rng: np.random.Generator, epilogue: str) -> None:
     check(gpu, rng, epilogue, 259 if epilogue == "f32" else 272, 72, (1, 17, 130))
 
@@ -161,7 +164,7 @@ def test_row_tiles_beyond_one_band(gpu: Any, rng: np.random.Generator) -> None:
     check(gpu, rng, "f32", 640, 32, (2049, 4100))
 
 
-@pytest.mark.parametrize("epilogue", ["f32", "add", "swiglu"])
+@pytest.mark.parametrize("epilogue", OUTPUTS)
 @pytest.mark.parametrize(("capacity", "live"), [(3, 0), (600, 0), (600, 1), (600, 129)])
 def test_fewer_live_rows_than_the_grid_is_for(
     gpu: Any, rng: np.random.Generator, epilogue: str, capacity: int, live: int
@@ -170,8 +173,8 @@ def test_fewer_live_rows_than_the_grid_is_for(
     a[live:] = np.nan
     a_device, w_device = gpu.upload(a), gpu.upload(w)
     rows, overflow = (gpu.upload(np.array([x], np.int32)) for x in (live, NO_OVERFLOW))
-    width, dtype = (512, np.float16) if epilogue == "swiglu" else (1024, np.float32)
-    scale = {"f32": 1.0, "add": ADD_SCALE, "swiglu": SWIGLU_SCALE}[epilogue]
+    width, dtype = (512, np.float16) if epilogue in GATED else (1024, np.float32)
+    scale = SCALES[epilogue]
     truth = reference(epilogue, a[:live], w, np.zeros((live, 1024), np.float32))
     for kernel in rows_of(gpu, epilogue):
         c, program = gpu.empty((capacity, width), dtype), Program()
@@ -214,10 +217,13 @@ def test_repeated_runs_give_the_same_bits(gpu: Any, rng: np.random.Generator) ->
         (2000.0, -1500.0, 3, 3),
         (2000.0, 1500.0, 12, 9),  # a lower site was there before
         (np.nan, 1.0, 7, 7),
-        (-2000.0, 1500.0, 7, NO_OVERFLOW),  # silu is 0 there
+        (-2000.0, 1500.0, 7, NO_OVERFLOW),  # silu and gelu are 0 there
     ],
 )
-def test_swiglu_range(gpu: Any, gate: float, up: float, site: int, expected: int) -> None:
+@pytest.mark.parametrize("epilogue", GATED)
+def test_gated_range(
+    gpu: Any, epilogue: str, gate: float, up: float, site: int, expected: int
+) -> None:
     """Two rows of W pick `gate` and `up` out of row 2 of A; A's dead row would overflow."""
     m, n, k = 4, 64, 64
     a, w = np.zeros((m + 1, k), np.float16), np.zeros((n, k), np.float16)
@@ -226,17 +232,17 @@ def test_swiglu_range(gpu: Any, gate: float, up: float, site: int, expected: int
     w[20, 0] = w[21, 1] = 1
     before = 9 if expected == 9 else NO_OVERFLOW
     live = gpu.upload(np.array([m], np.int32))
-    for kernel in rows_of(gpu, "swiglu"):
+    for kernel in rows_of(gpu, epilogue):
         overflow = gpu.upload(np.array([before], np.int32))
         c, program = gpu.empty((m + 1, n // 2), np.float16), Program()
         gemm(
             program, gpu.library, a=gpu.upload(a), w=gpu.upload(w), c=c, rows=live, max_rows=m + 1,
-            epilogue="swiglu", scale=SWIGLU_SCALE, overflow=overflow, site=site, kernel=kernel,
+            epilogue=epilogue, scale=GATED_SCALE, overflow=overflow, site=site, kernel=kernel,
         )  # fmt: skip
         gpu.run(program)
         got = gpu.download(c)
         assert gpu.download(overflow)[0] == expected, kernel.name
         if expected == NO_OVERFLOW:
             truth = np.zeros((m, n // 2))
-            truth[2, 10] = max(gate, 0) * up * SWIGLU_SCALE
+            truth[2, 10] = max(gate, 0) * up * GATED_SCALE
             np.testing.assert_allclose(got[:m], truth, rtol=TOLERANCE, err_msg=kernel.name)

@@ -9,7 +9,7 @@ import pytest
 from numpy.typing import NDArray
 
 from pyruntime.driver.program import Program
-from pyruntime.ops.norm import norm
+from pyruntime.ops.norm import norm, norm_residual
 
 NONE = 2**31 - 1
 # Half an ulp of fp16, and the float32 arithmetic before it; half of fp16's smallest step near zero.
@@ -76,6 +76,68 @@ def test_results_out_of_range_are_reported(gpu: Any, value: float, word: int) ->
     assert run(gpu, np.ones((4, 256), np.float32), weight, 4)[1] == word
 
 
+def run_residual(
+    gpu: Any,
+    branch: NDArray[np.float32],
+    post: NDArray[np.float32],
+    x: NDArray[np.float32],
+    weight: NDArray[np.float32],
+    live: int,
+) -> tuple[NDArray[np.float32], NDArray[np.float16], int]:
+    """(x, y, overflow word) after the rows, of which `live` are live."""
+    stream, y = gpu.upload(x), gpu.empty(x.shape, np.float16)
+    overflow = gpu.upload(np.array([NONE], np.int32))
+    program = Program()
+    norm_residual(
+        program,
+        gpu.library,
+        rows=gpu.upload(np.array([live], np.int32)),
+        max_rows=len(x),
+        branch=gpu.upload(branch),
+        post=gpu.upload(post),
+        x=stream,
+        weight=gpu.upload(weight),
+        y=y,
+        overflow=overflow,
+        site=3,
+        eps=1e-6,
+    )
+    gpu.run(program)
+    return gpu.download(stream), gpu.download(y), int(gpu.download(overflow)[0])
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize(("live", "rows"), [(1, 1), (2, 7), (64, 65), (130, 130)])
+@pytest.mark.parametrize("columns", [128, 1152, 2304, 5376])
+def test_a_branch_joins(
+    gpu: Any, rng: np.random.Generator, columns: int, live: int, rows: int
+) -> None:
+    """Branches and streams of any size, each beside the other."""
+    branch, x = (
+        (rng.standard_normal((rows, columns)) * 10.0 ** rng.uniform(-3, 4, (rows, 1))).astype("f4")
+        for _ in range(2)
+    )
+    before = x.copy()
+    branch[live:] = np.nan
+    post, weight = (rng.uniform(-2, 2, columns).astype(np.float32) for _ in range(2))
+    after, y, word = run_residual(gpu, branch, post, x, weight, live)
+    joined = oracle(branch[:live], post, 1e-6)
+    sizes = np.abs(before[:live]) + np.abs(joined)
+    assert (np.abs(after[:live] - (before[:live] + joined)) <= 2e-6 * sizes).all()
+    want = oracle(after[:live], weight, 1e-6)
+    np.testing.assert_allclose(y[:live].astype(np.float64), want, RELATIVE, ABSOLUTE)
+    np.testing.assert_array_equal(after[live:], before[live:])
+    assert (y[live:].view(np.uint16) == 0xFFFF).all()
+    assert word == NONE
+
+
+@pytest.mark.parametrize(("value", "word"), [(1e6, 3), (np.nan, 3), (1.0, NONE)])
+def test_a_joined_result_out_of_range_is_reported(gpu: Any, value: float, word: int) -> None:
+    ones, weight = np.ones((4, 256), np.float32), np.ones(256, np.float32)
+    weight[255] = value
+    assert run_residual(gpu, ones, ones[0], ones, weight, 4)[2] == word
+
+
 def test_rows_that_are_not_live_report_nothing(gpu: Any) -> None:
     x = np.ones((4, 256), np.float32)
     x[2:] = np.inf
@@ -96,3 +158,12 @@ def test_what_does_not_fit_is_refused(gpu: Any) -> None:
     ):
         with pytest.raises(ValueError, match="norm"):
             norm(Program(), gpu.library, **{**good, **bad})
+    good |= {"branch": x, "post": weight}
+    for bad in (
+        {"branch": gpu.empty((4, 60), np.float32)},
+        {"branch": gpu.empty((4, 64), np.float16)},
+        {"branch": gpu.empty((3, 64), np.float32)},
+        {"post": gpu.empty((60,), np.float32)},
+    ):
+        with pytest.raises(ValueError, match="norm"):
+            norm_residual(Program(), gpu.library, **{**good, **bad})

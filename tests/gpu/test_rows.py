@@ -47,6 +47,20 @@ def test_embed(
     assert (got[live:].view(np.uint32) == 0xFFFFFFFF).all()
 
 
+def test_embed_scales(gpu: Any, rng: np.random.Generator) -> None:
+    """One rounding in float32, as Gemma multiplies by the root of the width."""
+    table, ids = rng.standard_normal((50, 2304)).astype(np.float16), np.arange(50, dtype=np.int32)
+    x, scale, program = gpu.empty((50, 2304), np.float32), 48.0**0.5, Program()
+    embed(
+        program, gpu.library, rows=gpu.upload(np.array([50], np.int32)), max_rows=50,
+        ids=gpu.upload(ids), table=gpu.upload(table.view(np.uint8)), type_name="F16", x=x,
+        scale=scale,
+    )  # fmt: skip
+    gpu.run(program)
+    want = table.astype(np.float32) * np.float32(scale)
+    np.testing.assert_array_equal(gpu.download(x), want)
+
+
 @pytest.mark.smoke
 @pytest.mark.parametrize(("live", "rows"), [(1, 1), (3, 5), (130, 130)])
 @pytest.mark.parametrize(("columns", "width"), [(256, 256), (576, 576), (1024, 2048), (896, 64)])

@@ -15,7 +15,7 @@ from pyruntime.driver import api, tensormap
 from pyruntime.driver.library import Kernel
 from pyruntime.driver.program import Program
 from pyruntime.errors import CubinError
-from pyruntime.ops.gemm import gemm
+from pyruntime.ops.gemm import GATED, gemm
 from pyruntime.ops.gemm_choice import choose
 
 # Multiprocessors, their shared memory and the reserve per block (CUDA C++ programming guide,
@@ -116,6 +116,8 @@ def test_choices(kernels: list[Kernel], device: str, m: int, n: int, k: int, exp
         ("swiglu", 512, 37888, 3584, "gemm_wgmma_swiglu_n192_s5_c1_k1"),
         ("swiglu", 2048, 37888, 3584, "gemm_wgmma_swiglu_n256_s4_c1_k1"),
         ("swiglu", 512, 9728, 896, "gemm_wgmma_swiglu_n160_s6_c1_k1"),
+        ("geglu", 1, 18432, 2304, "gemm_geglu_m16_n32_k128_s6"),
+        ("geglu", 2048, 28672, 3584, "gemm_wgmma_geglu_n224_s5_c1_k1"),
     ],
 )
 def test_choices_among_engines(
@@ -154,7 +156,8 @@ GOOD = {
         ({"epilogue": "add", "w": array(42, 64), "c": array(4, 42, dtype="float32")}, "rows of c"),
         ({"epilogue": "swiglu", "w": array(40, 64), "c": array(4, 20)}, "rows of c"),
         ({"epilogue": "swiglu", "w": array(33, 64), "c": array(4, 16)}, "swiglu of a"),
-        ({"epilogue": "swiglu", "c": array(4, 24)}, "overflow word"),
+        ({"epilogue": "swiglu", "c": array(4, 24)}, "swiglu needs an overflow word"),
+        ({"epilogue": "geglu", "c": array(4, 24)}, "geglu needs an overflow word"),
     ],
 )
 def test_misfits_are_named(changed: dict[str, Any], message: str) -> None:
@@ -204,7 +207,7 @@ def test_wgmma_grids_and_boxes(
     wgmma = [x for x in hopper if x.spec.tile["engine"] == "wgmma"]
     for kernel in wgmma:
         epilogue = str(kernel.spec.tile["epilogue"])
-        c = array(rows, n // 2) if epilogue == "swiglu" else array(rows, n, dtype="float32")
+        c = array(rows, n // 2) if epilogue in GATED else array(rows, n, dtype="float32")
         program = Program()
         driver.maps.clear()
         tensormap._encode.cache_clear()

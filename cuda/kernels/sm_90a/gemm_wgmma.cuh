@@ -17,8 +17,8 @@
 // the order of the ranks: the same bits every run.
 //
 // f32 and add write from the accumulators after a tile, while the copies for the next one are on
-// their way. swiglu halves the columns and rounds to fp16: its results wait in BN / 8 registers and
-// are written while the tensor cores are at the next tile.
+// their way. The gated ones halve the columns and round to fp16: their results wait in BN / 8
+// registers and are written while the tensor cores are at the next tile.
 //
 // Before it waits for the kernel before it, a block reads the count of live rows and W only.
 //
@@ -42,8 +42,8 @@
   P(spec::TensorMap, a)   /* [at least rows][k], boxes of BM x BK, 128-byte swizzle */ \
   P(spec::TensorMap, w)   /* [n][k], boxes of BN / Share x BK, the same */             \
   P(const int32_t*, rows) /* device count of live rows */                              \
-  P(Out*, c)              /* [rows][n], float; swiglu: [rows][n / 2], half */          \
-  P(int32_t*, overflow)   /* swiglu: lowest site out of fp16 range */                  \
+  P(Out*, c)              /* [rows][n], float; gated: [rows][n / 2], half */           \
+  P(int32_t*, overflow)   /* gated: lowest site out of fp16 range */                   \
   P(int32_t, n)                                                                        \
   P(int32_t, k)                                                                        \
   P(int32_t, site)                                                                     \
@@ -71,7 +71,7 @@ struct GemmWgmma {
   // Split: the warps that a block finishes, at most, and the blocks that send it their sums.
   static constexpr int kOwned = Split > 1 ? (kWarps + Split - 1) / Split : 1;
   static constexpr int kPeers = Split > 1 ? Split - 1 : 1;
-  static constexpr bool kGated = E == Epilogue::swiglu;
+  static constexpr bool kGated = is_gated<E>;
   using Out = OutputOf<E>;
 
   static_assert(Share == 1 || (Share == 2 && Split == 1));
@@ -254,7 +254,7 @@ struct GemmWgmma {
     }
   }
 
-  // swiglu: a lane's results, one column of each fragment, rows r and r + 8 in one word.
+  // Gated: a lane's results, one column of each fragment, rows r and r + 8 in one word.
   struct Gated {
     uint32_t halves[kFragments];
     TilePlace place;
@@ -268,7 +268,7 @@ struct GemmWgmma {
       float value[2];
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        value[half] = swiglu(d[j * 4 + half * 2], d[j * 4 + half * 2 + 1]) * p.scale;
+        value[half] = gated<E>(d[j * 4 + half * 2], d[j * 4 + half * 2 + 1]) * p.scale;
         fit[half] &= fits_half(value[half]);
       }
       out.halves[j] = ptx::pack_halves(value[0], value[1]);

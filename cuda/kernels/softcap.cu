@@ -1,0 +1,4 @@
+#include "softcap.cuh"
+
+#define SOFTCAP(threads, each) KERNEL(softcap_t##threads, Softcap<threads, each>)
+#include "../table.def"
