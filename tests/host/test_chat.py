@@ -40,6 +40,24 @@ MISTRAL = """\
     {%- endif %}
 {%- endfor %}
 """
+# The constructs of Gemma's: names of its own for roles, and no system message.
+GEMMA = """\
+{{ bos_token }}
+{%- if messages[0]['role'] == 'system' -%}
+    {{ raise_exception('no system role') }}
+{%- endif -%}
+{%- for message in messages -%}
+    {%- set role = 'model' if message['role'] == 'assistant' else message['role'] -%}
+    {{ '<start_of_turn>' + role + '\n' -}}
+    {%- if message['content'] is string -%}
+        {{ message['content'] | trim }}
+    {%- elif message['content'] is iterable -%}
+        {%- for item in message['content'] -%}{{ item['text'] | trim }}{%- endfor -%}
+    {%- endif -%}
+    {{ '<end_of_turn>\n' }}
+{%- endfor -%}
+{%- if add_generation_prompt -%}{{ '<start_of_turn>model\n' }}{%- endif -%}
+"""
 TALK = [
     {"role": "user", "content": " Hi <b> é "},
     {"role": "assistant", "content": "Yes?"},
@@ -67,6 +85,16 @@ def test_llama3_without_generation_prompt() -> None:
         "<|start_header_id|>assistant<|end_header_id|>\n\nYes?<|eot_id|>"
         "<|start_header_id|>user<|end_header_id|>\n\nBye<|eot_id|>"
     )
+
+
+def test_gemma() -> None:
+    assert run(GEMMA) == (
+        "<s><start_of_turn>user\nHi <b> é<end_of_turn>\n"
+        "<start_of_turn>model\nYes?<end_of_turn>\n"
+        "<start_of_turn>user\nBye<end_of_turn>\n<start_of_turn>model\n"
+    )
+    with pytest.raises(TokenizerError, match="no system role"):
+        render(GEMMA, [{"role": "system", "content": "x"}], bos="", eos="")
 
 
 def test_generation_blocks_mean_nothing() -> None:

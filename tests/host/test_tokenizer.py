@@ -92,6 +92,24 @@ def test_bytes_survive(text: str) -> None:
     assert tokenizer(QWEN2).decode(ids) == text
 
 
+def test_sentencepiece_without_a_space_before_text() -> None:
+    """As in Gemma, whose runs of spaces and lines are tokens of their own, stored as they are."""
+    kinds = metadata(SPM)["tokenizer.ggml.token_type"].copy()
+    tokens = list(metadata(SPM)["tokenizer.ggml.tokens"])
+    for id, piece in ((1000, "  "), (1001, "\n\n")):
+        tokens[id], kinds[id] = piece, 4
+    gemma = Tokenizer.from_metadata(
+        metadata(SPM)
+        | {"tokenizer.ggml.tokens": tokens, "tokenizer.ggml.token_type": kinds,
+           "tokenizer.ggml.add_space_prefix": False}
+    )  # fmt: skip
+    assert gemma.token(gemma.encode("the", add_special=False)[0]) == "the"
+    text = "a  b\n\n c"
+    ids = gemma.encode(text, add_special=False)
+    assert [gemma.token(id) for id in ids] == ["a", "  ", "b", "\n\n", " c"]
+    assert gemma.decode(ids) == text and gemma.decode(gemma.encode(" x")[1:]) == " x"
+
+
 @cache
 def spm_scores() -> dict[str, float]:
     """The score of every piece that merging may lead to."""
