@@ -1,4 +1,4 @@
-"""What an e4m3 K/V cache costs in accuracy: NumPy against llama.cpp's float32 values, on a CPU.
+"""What an e4m3 K/V cache costs in accuracy: NumPy against float32 values of others, on a CPU.
 
     python bench/kv_accuracy.py [--save bench/results/kv-accuracy.json]
 
@@ -101,7 +101,8 @@ def group_of(stem: str) -> str:
     """The tiny models of an architecture differ in quantization and rotary scaling alone."""
     if stem == SMOLLM2:
         return "SmolLM2-135M"
-    return next((f"tiny {arch}" for arch in ("qwen2", "qwen3") if arch in stem), "tiny llama")
+    others = ("gemma2", "gemma3", "mistral", "qwen2", "qwen3")
+    return next((f"tiny {arch}" for arch in others if arch in stem), "tiny llama")
 
 
 if __name__ == "__main__":

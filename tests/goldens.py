@@ -1,7 +1,9 @@
-"""llama.cpp's values for the models in `tests/data/golden`: where they are, and how to read them.
+"""Other programs' values for the models in `tests/data/golden`: where they are, how to read them.
 
-They come from llama.cpp on float32 weights, so they are the truth for every backend. SmolLM2's
-model file is not in the tree; tests use it where `pyruntime` has fetched it into its cache.
+They come from llama.cpp on float32 weights, and those of tiny-gemma2, tiny-gemma3 and tiny-mistral
+from transformers (`data/golden/make_windows.py`), so they are the truth for every backend.
+SmolLM2's model file is not in the tree; tests use it where `pyruntime` has fetched it into its
+cache.
 """
 
 from __future__ import annotations

@@ -26,12 +26,14 @@ def keys(arch: str) -> dict[str, Any]:
     }
 
 
-def tensors(arch: str, *, head_dim: int = HIDDEN // HEADS) -> dict[str, np.ndarray]:
+def tensors(
+    arch: str, *, head_dim: int = HIDDEN // HEADS, layers: int = LAYERS
+) -> dict[str, np.ndarray]:
     """Its weights, float32: matrices ~ N(0, 1/inputs), norms near 1."""
     random = np.random.default_rng(7)
     q, kv = HEADS * head_dim, KV_HEADS * head_dim
     shapes: dict[str, tuple[int, ...]] = {"token_embd.weight": (VOCAB, HIDDEN)}
-    for layer in range(LAYERS):
+    for layer in range(layers):
         block: dict[str, tuple[int, ...]] = {
             "attn_norm.weight": (HIDDEN,),
             "attn_q.weight": (q, HIDDEN),
@@ -45,8 +47,10 @@ def tensors(arch: str, *, head_dim: int = HIDDEN // HEADS) -> dict[str, np.ndarr
         }
         if arch == "qwen2":
             block |= {"attn_q.bias": (q,), "attn_k.bias": (kv,), "attn_v.bias": (kv,)}
-        if arch == "qwen3":
+        if arch in ("qwen3", "gemma3"):
             block |= {"attn_q_norm.weight": (head_dim,), "attn_k_norm.weight": (head_dim,)}
+        if arch in ("gemma2", "gemma3"):
+            block |= {"post_attention_norm.weight": (HIDDEN,), "post_ffw_norm.weight": (HIDDEN,)}
         shapes |= {f"blk.{layer}.{name}": shape for name, shape in block.items()}
     shapes |= {"output_norm.weight": (HIDDEN,), "output.weight": (VOCAB, HIDDEN)}
     result = {}

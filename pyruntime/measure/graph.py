@@ -2,7 +2,7 @@
 
 This is the other side of a measurement's checks, so nothing here looks at recorded launches. FLOP
 counts a multiply-add as two; bytes count every input once and every output once, as they lie in
-memory (fp16 weights). Softmax, SwiGLU and biases are left out of the FLOP.
+memory (fp16 weights). Softmax, SwiGLU, caps and biases are left out of the FLOP.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ GEMMS = ("qkv", "o", "gate_up", "down", "head")
 # In order of computation.
 ROLES = (
     "embed", "norm", "qkv", "rope", "widen", "attention", "gather", "o", "gate_up", "down", "head",
+    "softcap",
 )  # fmt: skip
 
 
@@ -61,17 +62,32 @@ def expected_work(
     def norm(rows: int) -> Work:
         return Work(1, 4 * rows * h, rows * (4 + 2) * h + 4 * h)
 
-    added = (4 + 4) * h  # the f32 residual stream, read and written
+    def joining_norm(rows: int) -> Work:
+        """The norm after a block; where the block has one of its own, that and the sum as well."""
+        if not c.post_norms:
+            return norm(rows)
+        return norm(rows) + Work(0, 5 * rows * h, rows * (4 + 4) * h + 4 * h)
+
+    def visible(window: int | None) -> int:
+        """Pairs of a row and a key that it sees: row i sees keys 0..i, or the last of these."""
+        hidden = max(nt - window, 0) if window else 0
+        return nt * (nt + 1) // 2 - hidden * (hidden + 1) // 2
+
+    def attention(window: int | None) -> Work:
+        return Work(1, 4 * q * visible(window), 2 * nt * (2 * q + 2 * kv))
+
+    local = sum(map(c.is_local, range(c.layers)))
+    # The f32 residual stream, read and written, or what its norm reads.
+    added = 4 * h if c.post_norms else (4 + 4) * h
     stored = 2 * kv if kv_dtype == "f16" else kv + 4 * c.kv_heads  # bytes of a row of K, and of V
     # f32 in, fp16 q and what is stored out, cosines and sines.
     rotated = 4 * (q + 2 * kv) + 2 * q + 2 * stored + 4 * c.head_dim
-    visible = nt * (nt + 1) // 2  # row i sees keys 0..i
     work = {
         "embed": Work(1, 0, nt * (4 + embedding_row_bytes + 4 * h)),
-        "norm": norm(nt) * (2 * c.layers - 1) + norm(1) * 2,
+        "norm": norm(nt) + joining_norm(nt) * (2 * c.layers - 2) + joining_norm(1) * 2,
         "qkv": product("qkv", nt, 4 * (q + 2 * kv)) * c.layers,
         "rope": Work(1, 3 * nt * (q + kv), nt * rotated) * c.layers,
-        "attention": Work(1, 4 * q * visible, 2 * nt * (2 * q + 2 * kv)) * c.layers,
+        "attention": attention(c.window) * local + attention(None) * (c.layers - local),
         "o": second_half("attn_output", added),
         "gate_up": second_half("gate_up", 2 * c.ffn),
         "down": second_half("down", added),
@@ -79,6 +95,8 @@ def expected_work(
     }
     if kv_dtype != "f16":
         work["widen"] = Work(1, 2 * nt * kv, 2 * nt * (stored + 2 * kv)) * c.layers
+    if c.logit_cap is not None:
+        work["softcap"] = Work(1, 0, 8 * c.vocab)
     if nt > 1:
         work["gather"] = Work(1, 0, 2 * (4 * h + 2 * q))
     return {role: work[role] for role in ROLES if role in work}

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, cast
 
 from pyruntime.errors import UnsupportedModelError
+from pyruntime.model.architectures import ARCHITECTURES, Activation, Architecture
 from pyruntime.model.keys import ArchitectureKeys, value_shown
-from pyruntime.model.rope import RopeConfig, RopeScaling, RopeStyle, rope_table
+from pyruntime.model.rope import RopeConfig, RopeScaling, rope_table
 from pyruntime.model.tensors import check_tensor, check_tensors, find_tensor
 
 if TYPE_CHECKING:
     from pyruntime.gguf.reader import GGUFFile
 
-# SwiGLU's output is stored in fp16 multiplied by this, and the product with `ffn_down` divided by
-# it: activations up to 2 million survive, and a power of two costs no precision.
+# The output of SwiGLU or GeGLU is stored in fp16 multiplied by this, and the product with
+# `ffn_down` divided by it: activations up to 2 million survive, and a power of two costs no
+# precision.
 DOWN_SCALE = 2.0**-5
 
 # What a K/V cache holds: fp16, or e4m3 codes with a float32 scale per head of each position.
@@ -23,27 +25,16 @@ KV_DTYPES = ("f16", "e4m3")
 
 
 @dataclass(frozen=True)
-class Architecture:
-    """What the name of an architecture fixes and no key of the file states."""
-
-    rope: RopeStyle
-    qkv_bias: bool
-    qk_norm: bool
-
-
-ARCHITECTURES = {
-    "llama": Architecture(rope="interleaved", qkv_bias=False, qk_norm=False),
-    "qwen2": Architecture(rope="neox", qkv_bias=True, qk_norm=False),
-    "qwen3": Architecture(rope="neox", qkv_bias=False, qk_norm=True),
-}
-
-
-@dataclass(frozen=True)
 class ModelConfig:
-    """Sizes and options of a decoder: RMSNorm, GQA attention with RoPE, SwiGLU.
+    """Sizes and options of a decoder: RMSNorm, GQA attention with RoPE, SwiGLU or GeGLU.
 
     `hidden` is the width of the residual stream, `ffn` that of the SwiGLU, both in elements;
     `tied`: the embedding is also the output matrix; `eps`: RMSNorm's epsilon.
+
+    `attention_scale` is what a product of query and key is multiplied by, `score_cap` and
+    `logit_cap` are c in c tanh(x / c), None for none. `window`: the keys that a row sees at most,
+    its own included, in the layers that `is_local` names, where RoPE is `local_rope`; None: all.
+    `post_norms`: what a block adds to the residual stream is normalised first.
     """
 
     arch: str
@@ -61,6 +52,33 @@ class ModelConfig:
     qkv_bias: bool
     qk_norm: bool
     rope: RopeConfig
+    attention_scale: float
+    activation: Activation = "silu"
+    embedding_scale: float = 1.0
+    post_norms: bool = False
+    score_cap: float | None = None
+    logit_cap: float | None = None
+    window: int | None = None
+    window_period: int = 0
+    local_rope: RopeConfig | None = None
+
+    def is_local(self, layer: int) -> bool:
+        """Whether `layer` has the sliding window: of `window_period` layers all but the last."""
+        period = self.window_period
+        return self.window is not None and (period == 0 or (layer + 1) % period != 0)
+
+    def window_of(self, layer: int) -> int | None:
+        """The sliding window of `layer`."""
+        return self.window if self.is_local(layer) else None
+
+    def rope_of(self, layer: int) -> RopeConfig:
+        """RoPE in `layer`."""
+        return self.local_rope if self.local_rope and self.is_local(layer) else self.rope
+
+    @property
+    def ropes(self) -> tuple[RopeConfig, ...]:
+        """RoPE in all its forms: a table of each is needed."""
+        return (self.rope, self.local_rope) if self.local_rope else (self.rope,)
 
     @classmethod
     def from_gguf(cls, file: GGUFFile) -> ModelConfig:
@@ -80,11 +98,15 @@ class ModelConfig:
             problem = f"is {kv_heads}, which does not divide the {heads} heads"
             raise keys.refusal("attention.head_count_kv", problem)
         context_length = keys.integer("context_length")
+        layers = keys.integer("block_count")
+        window, period = _window(keys, row)
+        rope = _rope(keys, row, head_dim, context_length)
+        score_cap, logit_cap = _caps(keys, row)
         name = file.metadata.get("general.name")
         config = cls(
             arch=keys.arch,
             name=name if isinstance(name, str) else file.path.stem,
-            layers=keys.integer("block_count"),
+            layers=layers,
             hidden=hidden,
             heads=heads,
             kv_heads=kv_heads,
@@ -96,11 +118,44 @@ class ModelConfig:
             tied="output.weight" not in file.tensors,
             qkv_bias=row.qkv_bias,
             qk_norm=row.qk_norm,
-            rope=_rope(keys, row.rope, head_dim, context_length),
+            rope=rope,
+            attention_scale=(hidden // heads if layers == row.wide else head_dim) ** -0.5,
+            activation="gelu" if row.gemma else "silu",
+            embedding_scale=math.sqrt(hidden) if row.gemma else 1.0,
+            post_norms=row.gemma,
+            score_cap=score_cap,
+            logit_cap=logit_cap,
+            window=window,
+            window_period=period,
+            local_rope=_local_rope(keys, row, rope) if window and row.gemma else None,
         )
         keys.refuse_unread()
         check_tensors(file, config)
         return config
+
+
+def _window(keys: ArchitectureKeys, row: Architecture) -> tuple[int | None, int]:
+    """The sliding window, and after how many layers one has none; (None, 0) without windows."""
+    key = "attention.sliding_window"
+    if row.windows is None:
+        return None, 0
+    stated = f"{keys.arch}.{key}" in keys.file.metadata
+    window = keys.optional_integer(key) if stated else row.window
+    if window is None:
+        return None, 0
+    # A period is a property of Gemma alone; in other models the key is refused unread.
+    return window, keys.integer(f"{key}_pattern", row.windows) if row.windows else 0
+
+
+def _caps(keys: ArchitectureKeys, row: Architecture) -> tuple[float | None, float | None]:
+    """Of scores and of logits."""
+    if row.caps:
+        scores, logits = row.caps
+        return (
+            keys.number("attn_logit_softcapping", scores),
+            keys.number("final_logit_softcapping", logits),
+        )
+    return None, keys.optional_number("final_logit_softcapping") if row.gemma else None
 
 
 def _epsilon(keys: ArchitectureKeys) -> float:
@@ -151,20 +206,38 @@ def _vocabulary(keys: ArchitectureKeys) -> int:
     return rows
 
 
-def _rope(keys: ArchitectureKeys, style: RopeStyle, dim: int, context: int) -> RopeConfig:
-    base = keys.number("rope.freq_base", 10000.0)
+def _base(keys: ArchitectureKeys, name: str, default: float) -> float:
+    base = keys.number(name, default)
     if base <= 1:
-        raise keys.refusal("rope.freq_base", f"is {base}; it must be greater than 1")
+        raise keys.refusal(name, f"is {base}; it must be greater than 1")
+    return base
+
+
+def _local_rope(keys: ArchitectureKeys, row: Architecture, rope: RopeConfig) -> RopeConfig | None:
+    """RoPE in layers with a window, None if it is as elsewhere."""
+    base = _base(keys, "rope.freq_base_swa", row.local_base or rope.base)
+    if row.local_base:
+        local = RopeConfig(rope.style, rope.dim, base, original_context=rope.original_context)
+    else:
+        local = replace(rope, base=base)
+    return None if local == rope else local
+
+
+def _rope(keys: ArchitectureKeys, row: Architecture, dim: int, context: int) -> RopeConfig:
+    base = _base(keys, "rope.freq_base", 10000.0)
     factor = keys.number("rope.scaling.factor", keys.number("rope.scale_linear", 1.0))
     # A factor without a type means linear: the key is older than the choice.
     scaling = keys.text("rope.scaling.type", "none" if factor == 1 else "linear")
     if scaling not in ("none", "linear", "yarn"):
         problem = f"is {value_shown(scaling)}; supported: none, linear, yarn"
         raise keys.refusal("rope.scaling.type", problem)
+    if scaling != "none" and not row.rope_scaling:
+        problem = f"is {value_shown(scaling)}; {keys.arch} is supported without scaling"
+        raise keys.refusal("rope.scaling.type", problem)
     if scaling == "none" and factor != 1:
         raise keys.refusal("rope.scaling.factor", f"is {factor} with rope.scaling.type 'none'")
     rope = RopeConfig(
-        style=style,
+        style=row.rope,
         dim=dim,
         base=base,
         scaling=cast(RopeScaling, scaling),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from contextlib import suppress
+from itertools import chain
 
 import numpy as np
 
@@ -18,13 +19,15 @@ from pyruntime.model.rope import rope_table
 from pyruntime.model.weights import Weights
 from pyruntime.ops.attention import attention
 from pyruntime.ops.gemm import gemm
-from pyruntime.ops.norm import norm
+from pyruntime.ops.norm import norm, norm_residual
 from pyruntime.ops.rope import rope
 from pyruntime.ops.rows import embed, gather
+from pyruntime.ops.softcap import softcap
 from pyruntime.ops.widen import widen
 
 PROGRAMS = 32  # recorded programs kept, one per prompt length
 TABLE_ROWS = 1 << 16  # positions whose rotary table is made on the host at a time
+GATES = {"silu": "swiglu", "gelu": "geglu"}  # epilogues by activation
 # What can leave fp16's range in a layer, in order of computation; see `site_name`.
 SITES = ("the attention norm", "Q", "K", "V", "the FFN norm", "the input of ffn_down")
 
@@ -38,7 +41,7 @@ def site_name(site: int, layers: int) -> str:
 def activation_layout(c: ModelConfig, max_tokens: int) -> Layout:
     """Shape and dtype of every activation buffer. `last_` ones hold the rows that are wanted."""
     q = c.heads * c.head_dim
-    return {
+    layout: Layout = {
         "x": ((max_tokens, c.hidden), "float32"),  # the residual stream
         "normed": ((max_tokens, c.hidden), "float16"),
         "qkv": ((max_tokens, q + 2 * c.kv_heads * c.head_dim), "float32"),
@@ -48,6 +51,12 @@ def activation_layout(c: ModelConfig, max_tokens: int) -> Layout:
         "last_x": ((1, c.hidden), "float32"),
         "last_attended": ((1, q), "float16"),
     }
+    if c.post_norms:
+        layout["branch"] = (
+            (max_tokens, c.hidden),
+            "float32",
+        )  # what x takes in, not normalised yet
+    return layout
 
 
 def activation_bytes(c: ModelConfig, max_tokens: int) -> int:
@@ -80,7 +89,7 @@ class Decoder:
         self._variant = variant
         self._kv_dtype = kv_dtype
         self.activations: dict[str, DeviceArray] = {}
-        self._tables: tuple[DeviceArray, DeviceArray] | None = None
+        self._tables: list[tuple[DeviceArray, DeviceArray]] = []  # one for each of config.ropes
         self._programs: OrderedDict[tuple[int, bool], Program] = OrderedDict()
         self.live = LiveBlock(library.device, max_tokens)
         try:
@@ -94,22 +103,25 @@ class Decoder:
 
     def reserve_positions(self, positions: int) -> None:
         """Makes the rotary tables, and `staging` if there is one, cover `positions` positions."""
-        if self._tables and self._tables[0].shape[0] >= positions:
+        if self._tables and self._tables[0][0].shape[0] >= positions:
             return
         if self._kv_dtype != "f16":  # no program holds its address: the live block does
             self.staging = Cache(self, self._library.device, self.config, positions, layers=1)
         shape = (positions, self.config.rope.dim // 2)
-        cosines, sines = (
-            DeviceArray(self._library.device, shape, np.float32, what="rotary table")
-            for _ in range(2)
-        )
-        for first in range(0, positions, TABLE_ROWS):
-            last = min(first + TABLE_ROWS, positions)
-            host = rope_table(self.config.rope, np.arange(first, last))
-            cosines.rows(first, last).upload(host[0])
-            sines.rows(first, last).upload(host[1])
+        tables = []
+        for form in self.config.ropes:
+            cosines, sines = (
+                DeviceArray(self._library.device, shape, np.float32, what="rotary table")
+                for _ in range(2)
+            )
+            for first in range(0, positions, TABLE_ROWS):
+                last = min(first + TABLE_ROWS, positions)
+                host = rope_table(form, np.arange(first, last))
+                cosines.rows(first, last).upload(host[0])
+                sines.rows(first, last).upload(host[1])
+            tables.append((cosines, sines))
         self._programs.clear()  # they hold the old tables' addresses
-        self._tables = cosines, sines
+        self._tables = tables
 
     def program(self, rows: int, *, every_row: bool) -> Program:
         """Everything up to the output norm, for `rows` rows; the result is `normed`.
@@ -127,7 +139,7 @@ class Decoder:
 
     def head(self, logits: DeviceArray) -> Program:
         """The output matrix: logits float32 [wanted, vocab] from `normed`."""
-        program = Program()
+        program, cap = Program(), self.config.logit_cap
         with program.role("head"):
             gemm(
                 program,
@@ -139,6 +151,11 @@ class Decoder:
                 max_rows=logits.shape[0],
                 epilogue="f32",
             )
+        if cap is not None:
+            softcap(
+                program, self._library, x=logits, cap=cap, rows=self.live.wanted,
+                max_rows=logits.shape[0],
+            )  # fmt: skip
         return program
 
     def _record(self, rows: int, every_row: bool) -> Program:
@@ -147,14 +164,15 @@ class Decoder:
         )  # fmt: skip
         p = Program()
         x, attended, count = act["x"], act["attended"], live.rows
+        joins = "f32" if c.post_norms else "add"
         with p.role("embed"):
             embed(
                 p, lib, table=w.outer["embedding"], type_name=w.embedding_type, ids=live.ids, x=x,
-                rows=live.rows, max_rows=rows,
+                rows=live.rows, max_rows=rows, scale=c.embedding_scale,
             )  # fmt: skip
+        self._norm(p, x, w.layers[0]["attn_norm"], count, rows, 0)
         for layer, weights in enumerate(w.layers):
             site = layer * len(SITES)
-            self._norm(p, x, weights["attn_norm"], count, rows, site)
             with p.role("qkv"):
                 gemm(
                     p, lib, a=act["normed"], w=weights["qkv"], c=act["qkv"],
@@ -170,22 +188,26 @@ class Decoder:
                 x, attended, count, rows = act["last_x"], act["last_attended"], live.wanted, 1
             with p.role("o"):
                 gemm(
-                    p, lib, a=attended, w=weights["attn_output"], c=x,
-                    rows=count, max_rows=rows, epilogue="add",
+                    p, lib, a=attended, w=weights["attn_output"], c=act.get("branch", x),
+                    rows=count, max_rows=rows, epilogue=joins,
                 )  # fmt: skip
-            self._norm(p, x, weights["ffn_norm"], count, rows, site + 4)
+            post = weights.get("post_attention_norm")
+            self._norm(p, x, weights["ffn_norm"], count, rows, site + 4, post)
             with p.role("gate_up"):
                 gemm(
                     p, lib, a=act["normed"], w=weights["gate_up"], c=act["swiglu"],
-                    rows=count, max_rows=rows, epilogue="swiglu",
+                    rows=count, max_rows=rows, epilogue=GATES[c.activation],
                     scale=DOWN_SCALE, overflow=live.overflow, site=site + 5,
                 )  # fmt: skip
             with p.role("down"):
                 gemm(
-                    p, lib, a=act["swiglu"], w=weights["down"], c=x,
-                    rows=count, max_rows=rows, epilogue="add", scale=1 / DOWN_SCALE,
+                    p, lib, a=act["swiglu"], w=weights["down"], c=act.get("branch", x),
+                    rows=count, max_rows=rows, epilogue=joins, scale=1 / DOWN_SCALE,
                 )  # fmt: skip
-        self._norm(p, x, w.outer["output_norm"], count, rows, c.layers * len(SITES))
+            last = layer == c.layers - 1
+            following = w.outer["output_norm"] if last else w.layers[layer + 1]["attn_norm"]
+            post = weights.get("post_ffw_norm")
+            self._norm(p, x, following, count, rows, site + len(SITES), post)
         return p
 
     def _norm(
@@ -196,18 +218,27 @@ class Decoder:
         count: DeviceArray,
         rows: int,
         site: int,
+        post: DeviceArray | None = None,
     ) -> None:
-        norm(
-            p, self._library, x=x, weight=weight, y=self.activations["normed"], rows=count,
-            max_rows=rows, eps=self.config.eps, overflow=self.live.overflow, site=site,
-        )  # fmt: skip
+        """`normed` from x, which takes `branch` in first where that has a norm of its own."""
+        y, eps, overflow = self.activations["normed"], self.config.eps, self.live.overflow
+        if post is None:
+            norm(
+                p, self._library, x=x, weight=weight, y=y, rows=count, max_rows=rows, eps=eps,
+                overflow=overflow, site=site,
+            )  # fmt: skip
+        else:
+            norm_residual(
+                p, self._library, branch=self.activations["branch"], post=post, x=x, weight=weight,
+                y=y, rows=count, max_rows=rows, eps=eps, overflow=overflow, site=site,
+            )  # fmt: skip
 
     def _attention(self, p: Program, layer: int, rows: int, site: int) -> None:
         """From `qkv` to `attended`, storing K and V in the cache on the way."""
         c, live, act, weights = self.config, self.live, self.activations, self._weights.layers
-        if self._tables is None:
+        if not self._tables:
             raise RuntimeError("reserve_positions comes first")
-        cosines, sines = self._tables
+        cosines, sines = self._tables[c.ropes.index(c.rope_of(layer))]
         scaled = self._kv_dtype != "f16"
         rope(
             p,
@@ -252,7 +283,9 @@ class Decoder:
             layer=0 if scaled else layer,
             heads=c.heads,
             kv_heads=c.kv_heads,
-            scale=c.head_dim**-0.5,
+            scale=c.attention_scale,
+            window=c.window_of(layer),
+            softcap=c.score_cap,
             variant=self._variant,
         )
 
@@ -262,5 +295,5 @@ class Decoder:
         self.live.close()
         if self.staging is not None:
             self.staging.close()
-        for array in (*self.activations.values(), *(self._tables or ())):
+        for array in (*self.activations.values(), *chain.from_iterable(self._tables)):
             array.close()

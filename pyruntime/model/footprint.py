@@ -35,4 +35,4 @@ def cache_bytes(c: ModelConfig, tokens: int, kv_dtype: str = "f16") -> dict[str,
     needs = {"kv_cache": layout_bytes(cache_layout(c, tokens, kv_dtype))}
     if kv_dtype != "f16":
         needs["kv_staging"] = layout_bytes(cache_layout(c, tokens, layers=1))
-    return needs | {"tables": 2 * 4 * tokens * (c.head_dim // 2)}
+    return needs | {"tables": len(c.ropes) * 2 * 4 * tokens * (c.head_dim // 2)}

@@ -320,7 +320,10 @@ def _abandon(resources: ExitStack) -> None:
 def _check_sizes(file: GGUFFile, c: ModelConfig, library: Library, attention: str) -> None:
     """Refuses, by name, what the kernels do not cover."""
     try:
-        choose(library, c.head_dim, 1, c.heads, attention)
+        choose(
+            library, c.head_dim, 1, c.heads, attention,
+            windowed=c.window is not None, capped=c.score_cap is not None,
+        )  # fmt: skip
     except UnsupportedModelError as error:
         raise UnsupportedModelError(f"{file.path}: {error}") from None
     sizes = {"embedding_length": c.hidden, "feed_forward_length": c.ffn}

@@ -82,6 +82,14 @@ class ArchitectureKeys:
             raise self.refusal(name, f"is {value_shown(value)}, not a finite positive number")
         return float(value)
 
+    def optional_integer(self, name: str) -> int | None:
+        """A positive integer, or None where the key is absent or 0, which switches it off."""
+        return None if self._off(name) else self.integer(name)
+
+    def optional_number(self, name: str) -> float | None:
+        """A finite positive number, or None where the key is absent or 0."""
+        return None if self._off(name) else self.number(name)
+
     def text(self, name: str, default: str) -> str:
         """A string."""
         value = self._get(name, default)
@@ -100,6 +108,10 @@ class ArchitectureKeys:
             if not isinstance(value, bool | int | float) or value not in neutral:
                 only = f" (only {' or '.join(map(str, neutral))})" if neutral else ""
                 raise self.refusal(name, f"the option {value_shown(value)} is not supported{only}")
+
+    def _off(self, name: str) -> bool:
+        value = self._get(name, 0)
+        return not isinstance(value, bool) and isinstance(value, int | float) and value == 0
 
     def _get(self, name: str, default: object) -> Any:
         self._read.add(name)

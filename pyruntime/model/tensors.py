@@ -28,10 +28,9 @@ _MODULES = frozenset(
     {
         "token_embd", "output_norm", "output",
         "attn_norm", "attn_q", "attn_k", "attn_v", "attn_q_norm", "attn_k_norm", "attn_output",
-        "ffn_norm", "ffn_gate", "ffn_up", "ffn_down",
+        "ffn_norm", "ffn_gate", "ffn_up", "ffn_down", "post_attention_norm", "post_ffw_norm",
         # Parts of relatives of these networks, never computed here:
-        "attn_qkv", "attn_sinks", "attn_sub_norm", "post_attention_norm",
-        "ffn_gate_inp", "ffn_sub_norm", "post_ffw_norm",
+        "attn_qkv", "attn_sinks", "attn_sub_norm", "ffn_gate_inp", "ffn_sub_norm",
         "rope_factors_long", "rope_factors_short",
     }
 )  # fmt: skip
@@ -64,6 +63,11 @@ def layer_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
         shapes |= {
             "attn_q_norm.weight": (config.head_dim,),
             "attn_k_norm.weight": (config.head_dim,),
+        }
+    if config.post_norms:
+        shapes |= {
+            "post_attention_norm.weight": (hidden,),
+            "post_ffw_norm.weight": (hidden,),
         }
     return shapes
 

@@ -85,6 +85,9 @@ def layer_placements(c: ModelConfig, layer: int) -> dict[str, Placement]:
     if c.qk_norm:
         placements["q_norm"] = one((c.head_dim,), "attn_q_norm")
         placements["k_norm"] = one((c.head_dim,), "attn_k_norm")
+    if c.post_norms:
+        placements["post_attention_norm"] = one((c.hidden,), "post_attention_norm")
+        placements["post_ffw_norm"] = one((c.hidden,), "post_ffw_norm")
     return placements
 
 

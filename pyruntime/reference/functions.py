@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import numpy as np
@@ -70,8 +71,32 @@ def swiglu(gate: Array, up: Array) -> Array:
     return silu * up
 
 
-def causal_attention(q: Array, k: Array, v: Array, rounded: Rounding) -> Array:
-    """softmax(q k^T / sqrt(d)) v, each query seeing the keys up to its own position.
+def geglu(gate: Array, up: Array) -> Array:
+    """gelu(gate) * up, gelu approximated by tanh (arXiv:1606.08415, section 2)."""
+    with np.errstate(over="ignore"):  # tanh(inf) = 1
+        inner = np.float32(math.sqrt(2 / math.pi)) * (gate + np.float32(0.044715) * gate**3)
+    gelu: Array = np.float32(0.5) * gate * (1 + np.tanh(inner))
+    return gelu * up
+
+
+def softcap(x: Array, cap: float | None) -> Array:
+    """cap * tanh(x / cap); x itself without a cap (arXiv:2408.00118, section 2)."""
+    return x if cap is None else np.float32(cap) * np.tanh(x / np.float32(cap))
+
+
+def causal_attention(
+    q: Array,
+    k: Array,
+    v: Array,
+    rounded: Rounding,
+    *,
+    scale: float,
+    window: int | None = None,
+    cap: float | None = None,
+) -> Array:
+    """softmax(scale q k^T) v, each query seeing the keys up to its own position.
+
+    With `window` it sees the last `window` of these alone; `cap` caps the scores.
 
     q [nt, heads, d] holds the last nt of the positions of k and v [kv heads, n, d]; heads
     h * group ... (h + 1) * group - 1 share kv head h. Returns [nt, heads, d].
@@ -84,13 +109,15 @@ def causal_attention(q: Array, k: Array, v: Array, rounded: Rounding) -> Array:
     for first in range(0, nt, QUERY_ROWS):
         block = by_group[:, :, first : first + QUERY_ROWS]
         rows = block.shape[2]
-        seen = start + first + rows
-        scores = block.reshape(kv_heads, group * rows, d) @ k[:, :seen].transpose(0, 2, 1)
-        scores = scores.reshape(kv_heads, group, rows, seen) * np.float32(d**-0.5)
-        future = np.arange(seen) > np.arange(start + first, seen)[:, None]
-        scores[..., future] = -np.inf
+        end = start + first + rows
+        begin = max(end - rows - window + 1, 0) if window else 0
+        keys = np.arange(begin, end)
+        scores = block.reshape(kv_heads, group * rows, d) @ k[:, begin:end].transpose(0, 2, 1)
+        scores = softcap(scores.reshape(kv_heads, group, rows, -1) * np.float32(scale), cap)
+        behind = keys[-rows:, None] - keys
+        scores[..., (behind < 0) | (behind >= (window or end))] = -np.inf
         p = np.exp(scores - scores.max(axis=-1, keepdims=True))
-        weighted = rounded(p, "P").reshape(kv_heads, group * rows, seen) @ v[:, :seen]
+        weighted = rounded(p, "P").reshape(kv_heads, group * rows, -1) @ v[:, begin:end]
         total = p.sum(axis=-1, keepdims=True)
         out[:, :, first : first + rows] = weighted.reshape(kv_heads, group, rows, d) / total
     return out.transpose(2, 0, 1, 3).reshape(nt, heads, d)

@@ -22,8 +22,10 @@ from pyruntime.reference.functions import (
     causal_attention,
     exact,
     fp16,
+    geglu,
     rms_norm,
     rotate,
+    softcap,
     swiglu,
 )
 from pyruntime.reference.memory import require_memory
@@ -32,6 +34,7 @@ if TYPE_CHECKING:
     from pyruntime.gguf.reader import GGUFFile
 
 ROUNDINGS: dict[str, Rounding] = {"f32": exact, "fp16": fp16}
+GATES = {"silu": swiglu, "gelu": geglu}
 
 
 @dataclass
@@ -143,16 +146,19 @@ class ReferenceModel:
             raise ValueError(
                 f"{len(ids)} tokens after {start} exceed the cache's {cache.capacity} positions"
             )
-        cos, sin = rope_table(self.config.rope, np.arange(start, end))
+        tables = {rope: rope_table(rope, np.arange(start, end)) for rope in self.config.ropes}
         with np.errstate(over="ignore", invalid="ignore"):  # checked by name below
-            x = self._embedding[ids]
+            x = np.float32(self.config.embedding_scale) * self._embedding[ids]
             for layer in range(self.config.layers):
-                x = x + self._attention(layer, x, cos, sin, cache)
-                x = x + self._feed_forward(layer, x)
+                cos, sin = tables[self.config.rope_of(layer)]
+                branch = self._attention(layer, x, cos, sin, cache)
+                x = x + self._joining(layer, "post_attention_norm", branch)
+                x = x + self._joining(layer, "post_ffw_norm", self._feed_forward(layer, x))
                 _require_finite(x, f"the output of layer {layer}")
             x = x if logits == "all" else x[-1:]
             normed = rms_norm(x, self._output_norm, self.config.eps)
             result = self._rounded(normed, "the output matrix's input") @ self._output.T
+            result = softcap(result, self.config.logit_cap)
         _require_finite(result, "the logits")
         cache.length = end
         return result
@@ -182,7 +188,10 @@ class ReferenceModel:
         q, k = rotate(q, cos, sin, c.rope.style), rotate(k, cos, sin, c.rope.style)
         keys, values = self._stored(layer, "K", k, cache), self._stored(layer, "V", v, cache)
         q = self._rounded(q, f"layer {layer}: Q")
-        attended = causal_attention(q, keys, values, self._rounded)
+        attended = causal_attention(
+            q, keys, values, self._rounded,
+            scale=c.attention_scale, window=c.window_of(layer), cap=c.score_cap,
+        )  # fmt: skip
         return self._linear(layer, "attn_output", attended.reshape(len(x), -1))
 
     def _stored(self, layer: int, name: Literal["K", "V"], rows: Array, cache: Cache) -> Array:
@@ -200,11 +209,17 @@ class ReferenceModel:
         return self._rounded(e4m3.widen(held[layer, :, :end], scales[layer, :, :end]), what)
 
     def _feed_forward(self, layer: int, x: Array) -> Array:
-        """One SwiGLU block on x [nt, hidden]."""
+        """One SwiGLU or GeGLU block on x [nt, hidden]."""
         normed = rms_norm(x, self._layers[layer]["ffn_norm.weight"], self.config.eps)
         gate = self._linear(layer, "ffn_gate", normed)
         up = self._linear(layer, "ffn_up", normed)
-        return self._linear(layer, "ffn_down", DOWN_SCALE * swiglu(gate, up)) / DOWN_SCALE
+        hidden = GATES[self.config.activation](gate, up)
+        return self._linear(layer, "ffn_down", DOWN_SCALE * hidden) / DOWN_SCALE
+
+    def _joining(self, layer: int, norm: str, branch: Array) -> Array:
+        """What the residual stream takes in of a block's output [nt, hidden]."""
+        weight = self._layers[layer].get(f"{norm}.weight")
+        return branch if weight is None else rms_norm(branch, weight, self.config.eps)
 
     def _linear(self, layer: int, name: str, x: Array) -> Array:
         """x W^T + b with the weights `name` of one layer; b where the layer has it."""

@@ -97,7 +97,9 @@ def test_chains_give_the_same_bits_every_time(
     assert not wrong
 
 
-@pytest.mark.parametrize("stem", [SMOLLM2, "tiny-qwen3-q6_k", "tiny-qwen2-q8_0"])
+@pytest.mark.parametrize(
+    "stem", [SMOLLM2, "tiny-qwen3-q6_k", "tiny-qwen2-q8_0", "tiny-gemma2-q8_0"]
+)
 def test_prefills_give_the_same_bits_every_time(stem: str) -> None:
     def load(overlap: str) -> Engine:
         return Engine.load(

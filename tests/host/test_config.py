@@ -15,7 +15,8 @@ from models import FFN, HEADS, HIDDEN, LAYERS, VOCAB, tensors, write_model
 
 from pyruntime.errors import UnsupportedModelError
 from pyruntime.gguf.reader import GGUFFile
-from pyruntime.model.config import ARCHITECTURES, ModelConfig
+from pyruntime.model.architectures import ARCHITECTURES
+from pyruntime.model.config import ModelConfig
 from pyruntime.model.rope import RopeConfig
 from pyruntime.model.tensors import tensor_shapes
 
@@ -35,6 +36,16 @@ def refused(path: Path, *parts: str) -> None:
         assert part in message
 
 
+# What a file of these architectures need not say.
+GEMMA: dict[str, dict[str, Any]] = {
+    "gemma2": {
+        "activation": "gelu", "embedding_scale": 8.0, "post_norms": True, "score_cap": 50.0,
+        "logit_cap": 30.0, "window": 4096, "window_period": 2,
+    },
+    "gemma3": {"activation": "gelu", "embedding_scale": 8.0, "post_norms": True},
+}  # fmt: skip
+
+
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_a_model_of_each_architecture_is_read(tmp_path: Path, arch: str) -> None:
     config = config_of(write_model(tmp_path / "m.gguf", arch))
@@ -52,13 +63,15 @@ def test_a_model_of_each_architecture_is_read(tmp_path: Path, arch: str) -> None
         eps=float(np.float32(1e-5)),
         tied=False,
         qkv_bias=arch == "qwen2",
-        qk_norm=arch == "qwen3",
+        qk_norm=arch in ("qwen3", "gemma3"),
         rope=RopeConfig(
-            style="interleaved" if arch == "llama" else "neox",
+            style="interleaved" if arch in ("llama", "mistral3") else "neox",
             dim=16,
             base=10000.0,
             original_context=128,
         ),
+        attention_scale=0.25,
+        **GEMMA.get(arch, {}),
     )
     assert dict(tensor_shapes(config)) == {k: v.shape for k, v in tensors(arch).items()}
 
@@ -76,6 +89,89 @@ def test_what_a_real_file_says() -> None:
     assert (yarn.scaling, yarn.factor, yarn.original_context) == ("yarn", 4.0, 64)
     factors = config_of(GOLDEN / "tiny-rope-freqs-q8_0.gguf").rope.factors
     assert len(factors) == 32 and max(factors) > 1
+
+
+@pytest.mark.parametrize("arch", ["llama", "mistral3"])
+def test_a_window_in_every_layer(tmp_path: Path, arch: str) -> None:
+    path = write_model(tmp_path / "m.gguf", arch, set_keys={"*.attention.sliding_window": 9})
+    config = config_of(path)
+    assert [config.window_of(layer) for layer in range(3)] == [9, 9, 9]
+    assert config.ropes == (config.rope,) and config.score_cap is config.logit_cap is None
+
+
+def test_windows_of_gemma(tmp_path: Path) -> None:
+    """Two layers in two, or six, are counted from the first; the last of each has no window."""
+    window = {"*.attention.sliding_window": 512}
+    two = config_of(write_model(tmp_path / "m.gguf", "gemma2", set_keys=window))
+    assert [two.window_of(layer) for layer in range(4)] == [512, None, 512, None]
+    six = config_of(write_model(tmp_path / "m.gguf", "gemma3", set_keys=window))
+    assert [bool(six.window_of(layer)) for layer in range(8)] == [True] * 5 + [False] + [True] * 2
+    four = window | {"*.attention.sliding_window_pattern": 4}
+    config = config_of(write_model(tmp_path / "m.gguf", "gemma3", set_keys=four))
+    assert [layer for layer in range(9) if not config.is_local(layer)] == [3, 7]
+    array = window | {"*.attention.sliding_window_pattern": [True, False]}
+    path = write_model(tmp_path / "m.gguf", "gemma2", set_keys=array)
+    refused(path, "sliding_window_pattern': is an array, not an integer")
+
+
+def test_rope_of_gemma(tmp_path: Path) -> None:
+    """Scaling and a large base are for layers that see all keys; Gemma 2 has one form."""
+    keys = {
+        "*.attention.sliding_window": 512, "*.rope.freq_base": 1e6, "*.rope.scaling.factor": 8.0,
+    }  # fmt: skip
+    config = config_of(write_model(tmp_path / "m.gguf", "gemma3", set_keys=keys))
+    local = RopeConfig("neox", 16, 10000.0, original_context=128)
+    assert config.ropes == (config.rope, local) and config.rope.factor == 8
+    assert [config.rope_of(layer) is config.rope for layer in range(7)] == [False] * 5 + [
+        True,
+        False,
+    ]
+    path = write_model(
+        tmp_path / "m.gguf", "gemma3", set_keys=keys | {"*.rope.freq_base_swa": 5000.0}
+    )
+    assert config_of(path).ropes[1] == RopeConfig("neox", 16, 5000.0, original_context=128)
+    config = config_of(write_model(tmp_path / "m.gguf", "gemma2", set_keys=keys))
+    assert config.ropes == (config.rope,) and config.rope_of(0).factor == 8
+
+
+def test_caps_of_gemma(tmp_path: Path) -> None:
+    caps = {"*.attn_logit_softcapping": 20.0, "*.final_logit_softcapping": 10.0}
+    config = config_of(write_model(tmp_path / "m.gguf", "gemma2", set_keys=caps))
+    assert (config.score_cap, config.logit_cap) == (20.0, 10.0)
+    del caps["*.attn_logit_softcapping"]
+    config = config_of(write_model(tmp_path / "m.gguf", "gemma3", set_keys=caps))
+    assert (config.score_cap, config.logit_cap) == (None, 10.0)
+    path = write_model(tmp_path / "m.gguf", "gemma3", set_keys={"*.attn_logit_softcapping": 20.0})
+    refused(path, "attn_logit_softcapping", "not supported")
+    path = write_model(tmp_path / "m.gguf", "gemma2", set_keys={"*.attn_logit_softcapping": 0.0})
+    refused(path, "attn_logit_softcapping': is 0.0, not a finite positive number")
+
+
+@pytest.mark.parametrize(("arch", "layers"), [("gemma2", 46), ("gemma3", 62)])
+def test_the_27b_models_scale_attention_by_another_rule(
+    tmp_path: Path, arch: str, layers: int
+) -> None:
+    """By the width of the model per head, 16 here, whatever the head dimension."""
+    for count, width in ((layers, 16), (layers - 1, 32)):
+        path = write_model(
+            tmp_path / "m.gguf",
+            arch,
+            head_dim=32,
+            set_keys={"*.block_count": count, "*.attention.key_length": 32,
+                      "*.attention.value_length": 32},
+            set_tensors=tensors(arch, head_dim=32, layers=count),
+        )  # fmt: skip
+        assert config_of(path).attention_scale == width**-0.5
+
+
+def test_scaled_rope_of_mistral3_is_refused(tmp_path: Path) -> None:
+    keys = {"*.rope.scaling.type": "yarn", "*.rope.scaling.factor": 4.0}
+    path = write_model(tmp_path / "m.gguf", "mistral3", set_keys=keys)
+    refused(path, "rope.scaling.type': is 'yarn'; mistral3 is supported without scaling")
+    path = write_model(
+        tmp_path / "m.gguf", "mistral3", set_keys={"*.attention.temperature_scale": 0.1}
+    )
+    refused(path, "attention.temperature_scale", "not supported")
 
 
 @pytest.mark.parametrize(
@@ -118,10 +214,14 @@ def test_missing_keys(tmp_path: Path, key: str) -> None:
     refused(path, f"key 'qwen2.{key}': is missing")
 
 
-@pytest.mark.parametrize("arch", [None, 7, "gemma2", "Llama", "llama\n\x1b[31m", "x" * 5000])
+@pytest.mark.parametrize(
+    "arch", [None, 7, "gemma", "mistral", "Llama", "llama\n\x1b[31m", "x" * 5000]
+)
 def test_architectures_that_are_unknown(tmp_path: Path, arch: Any) -> None:
     path = write_model(tmp_path / "m.gguf", set_keys={"general.architecture": arch})
-    refused(path, "general.architecture", *(["llama, qwen2, qwen3"] if arch else []))
+    refused(
+        path, "general.architecture", *(["llama, mistral3, qwen2, qwen3, gemma2"] if arch else [])
+    )
 
 
 NOT_POSITIVE = [0, -1, True, 1.5, "8", [4, 4]]
@@ -133,9 +233,11 @@ NOT_A_POSITIVE_NUMBER = [0.0, -1.0, float("nan"), float("inf"), -float("inf"), 0
     "key", ["context_length", "embedding_length", "block_count", "feed_forward_length",
             "attention.head_count", "attention.head_count_kv", "attention.key_length",
             "attention.value_length", "rope.dimension_count", "vocab_size",
-            "rope.scaling.original_context_length"]
+            "rope.scaling.original_context_length", "attention.sliding_window"]
 )  # fmt: skip
 def test_integers_that_are_not_positive_integers(tmp_path: Path, key: str, value: Any) -> None:
+    if key == "attention.sliding_window" and value is not True and value == 0:
+        return  # none
     refused(
         write_model(tmp_path / "m.gguf", set_keys={f"*.{key}": value}),
         "byte ",
@@ -203,7 +305,6 @@ def test_values_that_contradict_each_other_or_are_unknown(
 @pytest.mark.parametrize(
     ("option", "value"),
     [
-        ("attention.sliding_window", 4096),
         ("attention.sliding_window_pattern", [1, 0]),
         ("attn_logit_softcapping", 50.0),
         ("final_logit_softcapping", 30.0),
@@ -230,6 +331,12 @@ def test_values_that_contradict_each_other_or_are_unknown(
 def test_options_that_would_be_ignored(tmp_path: Path, option: str, value: Any) -> None:
     path = write_model(tmp_path / "m.gguf", set_keys={f"*.{option}": value})
     refused(path, "llama." + option.replace("\n", "\\n"), "not supported")
+
+
+@pytest.mark.parametrize("arch", ["qwen2", "qwen3"])
+def test_a_window_of_a_model_without(tmp_path: Path, arch: str) -> None:
+    path = write_model(tmp_path / "m.gguf", arch, set_keys={"*.attention.sliding_window": 4096})
+    refused(path, f"{arch}.attention.sliding_window", "4096 is not supported")
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)

@@ -161,6 +161,17 @@ def test_an_e4m3_cache_on_the_cpu() -> None:
     assert np.abs(exact.logits - whole.logits).max() > 0.05  # it is another computation
 
 
+def test_plan_counts_a_table_for_each_form_of_rope() -> None:
+    """Gemma 3 has two, and a buffer for what a block adds before it is normalised."""
+    path = GOLDEN / "tiny-gemma3-q8_0.gguf"
+    plan, longer = (Engine.plan(path, max_tokens=16, kv_tokens=n) for n in (100, 101))
+    assert longer["tables"] - plan["tables"] == 2 * 2 * 4 * 128  # 256 / 2 cosines and sines each
+    wider = Engine.plan(path, max_tokens=17, kv_tokens=100)["activations"] - plan["activations"]
+    c = Engine.load(path, device="cpu").config
+    q, kv = c.heads * c.head_dim, c.kv_heads * c.head_dim
+    assert wider == 4 * (2 * c.hidden + q + 2 * kv) + 2 * (c.hidden + 2 * q + c.ffn)
+
+
 def test_plan_takes_the_options_of_load() -> None:
     load, plan = (set(signature(f).parameters) for f in (Engine.load, Engine.plan))
     assert load - plan == {"progress"} and plan <= load

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +48,23 @@ def test_rotate_multiplies_each_pair_by_a_complex_number(style: str) -> None:
         np.testing.assert_allclose(rotated[..., b], z.imag, atol=1e-6)
 
 
+def test_geglu_and_its_limits() -> None:
+    gate = np.array([-1e30, -60, -3, -0.5, 0, 0.5, 3, 60, 1e30], np.float32)
+    wide = gate.astype(np.float64)
+    with np.errstate(over="ignore"):
+        sigmoid = 1 / (1 + np.exp(-2 * np.sqrt(2 / np.pi) * (wide + 0.044715 * wide**3)))
+    out = functions.geglu(gate, np.full(9, 3, np.float32))
+    np.testing.assert_allclose(out, 3 * wide * sigmoid, rtol=1e-4, atol=1e-6)
+    exact = 0.5 * wide * (1 + np.array([math.erf(x / math.sqrt(2)) for x in wide]))
+    np.testing.assert_allclose(out[1:-1], 3 * exact[1:-1], atol=3e-3)
+
+
+def test_softcap() -> None:
+    x = np.array([-1e30, -10, 0, 1e-3, 10, np.inf], np.float32)
+    np.testing.assert_allclose(functions.softcap(x, 5.0), 5 * np.tanh(x / 5), rtol=1e-6)
+    assert functions.softcap(x, None) is x
+
+
 def test_swiglu_and_its_limits() -> None:
     gate = np.array([-1000.0, -1.0, 0.0, 2.0, 1000.0], np.float32)
     expected = np.array([0.0, -1 / (1 + np.e), 0.0, 2 / (1 + np.exp(-2.0)), 1000.0])
@@ -57,13 +75,27 @@ def test_swiglu_and_its_limits() -> None:
 def test_attention_sees_the_past_and_no_more(nt: int, start: int) -> None:
     d, heads, kv_heads = 4, 6, 2
     q, k, v = normal(nt, heads, d), normal(kv_heads, start + nt, d), normal(kv_heads, start + nt, d)
-    out = functions.causal_attention(q, k, v, functions.exact)
+    out = functions.causal_attention(q, k, v, functions.exact, scale=0.5)
     for row in {0, nt // 2, min(nt - 1, functions.QUERY_ROWS - 1), nt - 1}:
         for head in range(heads):
             shared, seen = head // 3, start + row + 1
             scores = k[shared, :seen].astype(np.float64) @ q[row, head] / 2.0
             p = np.exp(scores - scores.max())
             np.testing.assert_allclose(out[row, head], p @ v[shared, :seen] / p.sum(), atol=1e-6)
+
+
+@pytest.mark.parametrize("window", [1, 2, 40, 256, 257, 600])
+@pytest.mark.parametrize(("nt", "start"), [(1, 0), (300, 0), (5, 70), (513, 40)])
+def test_attention_within_windows_and_caps(nt: int, start: int, window: int) -> None:
+    d, cap = 4, 1.5
+    q, k, v = normal(nt, 2, d), normal(1, start + nt, d), normal(1, start + nt, d)
+    out = functions.causal_attention(q, k, v, functions.exact, scale=0.7, window=window, cap=cap)
+    for row in {0, nt // 2, min(nt - 1, functions.QUERY_ROWS), nt - 1}:
+        end = start + row + 1
+        seen = slice(max(end - window, 0), end)
+        scores = cap * np.tanh(0.7 * k[0, seen].astype(np.float64) @ q[row, 1] / cap)
+        p = np.exp(scores)
+        np.testing.assert_allclose(out[row, 1], p @ v[0, seen] / p.sum(), atol=1e-6)
 
 
 def test_fp16_is_a_cast_there_and_back() -> None:

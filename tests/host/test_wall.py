@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import timed_driver
 from browser import browse, layout
@@ -18,11 +20,13 @@ from pyruntime.tools.charts import wall_svg
 from pyruntime.tools.wallfiles import write_files
 from walls import made_up_wall, qwen2_7b
 
+from pyruntime import Engine
 from pyruntime.cli import main
 from pyruntime.measure import roofline
 from pyruntime.measure.account import Call, checks, explain
 from pyruntime.measure.graph import GEMMS, expected_work
 from pyruntime.measure.inplace import InPlace
+from pyruntime.measure.launches import describe
 from pyruntime.measure.records import load_record
 from pyruntime.measure.series import REGIMES, Regime
 from pyruntime.measure.telemetry import parse
@@ -213,6 +217,23 @@ def test_the_bytes_of_an_e4m3_cache() -> None:
     widen = narrow.pop("widen")
     assert (widen.launches, widen.bytes) == (28, 28 * 3325 * (stored + copied))
     assert {role for role in wide if wide[role] != narrow[role]} == {"rope"}
+
+
+@pytest.mark.parametrize("stem", ["tiny-gemma2-q4_0", "tiny-gemma3-q5_1", "tiny-mistral-q8_0"])
+@pytest.mark.parametrize(("nt", "kv_dtype"), [(1, "f16"), (60, "f16"), (60, "e4m3")])
+def test_the_graph_of_models_with_windows_is_what_runs(
+    driver: timed_driver.TimedDriver, stem: str, nt: int, kv_dtype: str
+) -> None:
+    path = GOLDEN / f"{stem}.gguf"
+    with Engine.load(path, device="cuda:0", max_tokens=64, kv_dtype=kv_dtype) as engine:
+        launches = describe(engine, np.zeros(nt, np.int32))["launches"]
+        c = engine.config
+    work = expected_work(c, nt, 100, kv_dtype)
+    assert Counter(role for role, *_ in launches) == {role: w.launches for role, w in work.items()}
+    pairs = sum(
+        min(i + 1, c.window_of(layer) or nt) for layer in range(c.layers) for i in range(nt)
+    )
+    assert work["attention"].flop == 4 * c.heads * c.head_dim * pairs
 
 
 def test_the_roofline_is_measured_once(driver: timed_driver.TimedDriver, tmp_path: Path) -> None:
