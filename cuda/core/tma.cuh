@@ -86,6 +86,48 @@ __device__ __forceinline__ void tensor_load_multicast(uint32_t shared, const spe
       : "memory");
 }
 
+// The same for three dimensions, coordinates from the innermost (x) on.
+__device__ __forceinline__ void tensor_load(uint32_t shared, const spec::TensorMap* map,
+                                            uint32_t barrier, int x, int y, int z) {
+  asm volatile(
+      "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes "
+      "[%0], [%1, {%3, %4, %5}], [%2];\n" ::"r"(shared),
+      "l"(map), "r"(barrier), "r"(x), "r"(y), "r"(z)
+      : "memory");
+}
+
+// cp.async.bulk: bytes as they lie, a multiple of 16 from a 16-byte boundary to one.
+__device__ __forceinline__ void bulk_load(uint32_t shared, const void* from, uint32_t bytes,
+                                          uint32_t barrier) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];\n" ::
+          "r"(shared),
+      "l"(from), "r"(bytes), "r"(barrier)
+      : "memory");
+}
+
+// A box from shared memory to the matrix. What lies past its end is dropped; coordinates before its
+// begin fault. One group per call; the wait is for its reads of shared memory.
+__device__ __forceinline__ void tensor_store(const spec::TensorMap* map, uint32_t shared, int x,
+                                             int y, int z) {
+  asm volatile(
+      "cp.async.bulk.tensor.3d.global.shared::cta.tile.bulk_group [%0, {%2, %3, %4}], [%1];\n" ::
+          "l"(map),
+      "r"(shared), "r"(x), "r"(y), "r"(z)
+      : "memory");
+}
+__device__ __forceinline__ void tensor_store_wait() {
+  asm volatile(
+      "cp.async.bulk.commit_group;\n"
+      "cp.async.bulk.wait_group.read 0;\n" ::
+          : "memory");
+}
+
+// A map in global memory that a copy wrote: before a thread's first use of it.
+__device__ __forceinline__ void acquire_map(const spec::TensorMap* map) {
+  asm volatile("fence.proxy.tensormap::generic.acquire.sys [%0], 128;\n" ::"l"(map) : "memory");
+}
+
 __device__ __forceinline__ void prefetch_map(const spec::TensorMap* map) {
   asm volatile("prefetch.tensormap [%0];\n" ::"l"(map) : "memory");
 }
@@ -119,6 +161,20 @@ __device__ __forceinline__ void cluster_wait() {
 template <int Threads>
 __device__ __forceinline__ void named_barrier(int id) {
   asm volatile("bar.sync %0, %1;\n" ::"r"(id), "n"(Threads) : "memory");
+}
+
+// bar.arrive: counts this warp at barrier `id` among `Threads` threads, without waiting.
+template <int Threads>
+__device__ __forceinline__ void named_arrive(int id) {
+  asm volatile("bar.arrive %0, %1;\n" ::"r"(id), "n"(Threads) : "memory");
+}
+
+// stmatrix: four 8x8 matrices of fp16 to shared memory, a row's address from each lane.
+__device__ __forceinline__ void store_matrix_x4(uint32_t shared, uint32_t a, uint32_t b, uint32_t c,
+                                                uint32_t d) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};\n" ::"r"(shared),
+               "r"(a), "r"(b), "r"(c), "r"(d)
+               : "memory");
 }
 
 // setmaxnreg: registers per thread of this warpgroup from here on.

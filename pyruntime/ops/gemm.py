@@ -92,7 +92,7 @@ def _operands(kernel: Kernel, a: DeviceArray, w: DeviceArray) -> dict[str, Devic
     if tile["engine"] == "mma":
         return {"a": a, "w": w}
     bm, bn, bk, share = (int(tile[name]) for name in ("bm", "bn", "bk", "share"))
-    return {"a": tensor_map(a, bm, bk), "w": tensor_map(w, bn // share, bk)}
+    return {"a": tensor_map(a, (bm, bk)), "w": tensor_map(w, (bn // share, bk))}
 
 
 def _check(a: DeviceArray, w: DeviceArray, c: DeviceArray, max_rows: int, epilogue: str) -> None:
