@@ -105,6 +105,34 @@ __device__ __forceinline__ float exp2_approx(float x) {
   return y;
 }
 
+// rcp.approx (9.7.3.13): 1 / x, 1 ulp; 1 / inf = 0.
+__device__ __forceinline__ float reciprocal_approx(float x) {
+  float y;
+  asm("rcp.approx.ftz.f32 %0, %1;\n" : "=f"(y) : "f"(x));
+  return y;
+}
+
+// atom.inc. Unlike atomicAdd's, which the compiler gathers over the warp, its old value is waited
+// for only where it is used.
+__device__ __forceinline__ int fetch_increment(int32_t* counter) {
+  int old;
+  asm volatile("atom.global.inc.u32 %0, [%1], 0x7fffffff;\n" : "=r"(old) : "l"(counter) : "memory");
+  return old;
+}
+
+// ld.shared.v4 and st.shared.v4 by address.
+__device__ __forceinline__ uint4 load_shared(uint32_t shared) {
+  uint4 v;
+  asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];\n"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "r"(shared)
+               : "memory");
+  return v;
+}
+__device__ __forceinline__ void store_shared_zero(uint32_t shared) {
+  asm volatile("st.shared.v4.b32 [%0], {%1, %1, %1, %1};\n" ::"r"(shared), "r"(0) : "memory");
+}
+
 // %globaltimer (10.27): nanoseconds, in steps of 32 ns to 1 us.
 __device__ __forceinline__ int64_t global_timer() {
   int64_t t;

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <type_traits>
 
 namespace ptx {
 
@@ -28,11 +29,35 @@ __device__ __forceinline__ uint64_t wgmma_operand(uint32_t shared) {
          uint64_t(1) << 62;
 }
 
+// The same for a B operand of which 64 columns of n lie in a row of 128 bytes (V as [key][dim]):
+// `plane` bytes are from 64 columns to the next 64, and 16 further along k are 2048 bytes further.
+__device__ __forceinline__ uint64_t wgmma_operand_transposed(uint32_t shared, uint32_t plane) {
+  return uint64_t((shared & 0x3FFFF) >> 4) | uint64_t(plane >> 4) << 16 |
+         uint64_t(1024 >> 4) << 32 | uint64_t(1) << 62;
+}
+
+// The compiler sees no link between a wait and the registers of the products waited for: after it,
+// this one, so that no use of them moves above.
+template <class T, int N>
+__device__ __forceinline__ void wgmma_settle(T (&registers)[N]) {
+#pragma unroll
+  for (int i = 0; i < N; ++i)
+    if constexpr (std::is_same_v<T, float>)
+      asm volatile("" : "+f"(registers[i])::"memory");
+    else
+      asm volatile("" : "+r"(registers[i])::"memory");
+}
+
 // Wgmma<N>::mma(d, a, b, keep): d[64 x N] = a[64 x 16] * b[N x 16]^T (+ d if keep), fp16 in, f32
 // accumulation. Lane l of warp w of the warpgroup holds d[16 * w + l / 4 (+ 8)][8 * j + 2 * (l % 4)
 // (+ 1)] as d[4 * j + {0, 1 | 2, 3}].
+//
+// WgmmaRegisters<N>::mma(d, a, b): d += a * b with a [64 x 16] in registers (two fragments of d,
+// rounded to fp16, are one of a) and b [16 x N] transposed.
 template <int N>
 struct Wgmma;
+template <int N>
+struct WgmmaRegisters;
 
 #define WGMMA_NAMES_0 "%0, %1, %2, %3, %4, %5, %6, %7"
 #define WGMMA_NAMES_8 "%8, %9, %10, %11, %12, %13, %14, %15"
@@ -111,5 +136,22 @@ WGMMA(192, 96, 96, 97, 98)
 WGMMA(224, 112, 112, 113, 114)
 WGMMA(240, 120, 120, 121, 122)
 WGMMA(256, 128, 128, 129, 130)
+
+// N, its accumulators, the numbers of four registers of a and of b.
+#define WGMMA_FROM_REGISTERS(N, D, A0, A1, A2, A3, B)                                          \
+  template <>                                                                                  \
+  struct WgmmaRegisters<N> {                                                                   \
+    static __device__ __forceinline__ void mma(float (&d)[D], const uint32_t* a, uint64_t b) { \
+      asm volatile("wgmma.mma_async.sync.aligned.m64n" #N "k16.f32.f16.f16 {" WGMMA_LIST_##D   \
+                   "}, {%" #A0 ", %" #A1 ", %" #A2 ", %" #A3 "}, %" #B ", 1, 1, 1, 1;\n"       \
+                   : WGMMA_OUT_##D                                                             \
+                   : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b)                        \
+                   : "memory");                                                                \
+    }                                                                                          \
+  };
+WGMMA_FROM_REGISTERS(64, 32, 32, 33, 34, 35, 36)
+WGMMA_FROM_REGISTERS(96, 48, 48, 49, 50, 51, 52)
+WGMMA_FROM_REGISTERS(128, 64, 64, 65, 66, 67, 68)
+WGMMA_FROM_REGISTERS(256, 128, 128, 129, 130, 131, 132)
 
 }  // namespace ptx
