@@ -19,6 +19,9 @@
 // KERNEL waits before `run`. A family that declares `static constexpr bool kWaitsItself = true`
 // calls ptx::dependency_wait() itself, after a prologue that reads nothing but what no kernel of
 // the program writes: weights, and the live block and sequence table, which copies fill before.
+//
+// A family that declares `kHoldsNext = true` lets nothing start before it has written its results:
+// all kernels after it may read them before they wait, from L2 (an L1 cache may be older).
 #pragma once
 
 #include <cuda_fp16.h>
@@ -124,6 +127,10 @@ template <class K, class = void>
 constexpr bool kWaitsItself = false;
 template <class K>
 constexpr bool kWaitsItself<K, std::void_t<decltype(K::kWaitsItself)>> = K::kWaitsItself;
+template <class K, class = void>
+constexpr bool kHoldsNext = false;
+template <class K>
+constexpr bool kHoldsNext<K, std::void_t<decltype(K::kHoldsNext)>> = K::kHoldsNext;
 
 // A family's tile constants, and that KERNEL made it wait for the kernel before.
 template <class K>
@@ -208,8 +215,13 @@ __device__ __forceinline__ Smem& shared() {
 #define KERNEL(name, ...)                                                                          \
   extern "C" __global__ void __launch_bounds__((__VA_ARGS__::kThreads), (__VA_ARGS__::kMinBlocks)) \
       name(const __grid_constant__ __VA_ARGS__::Params p) {                                        \
-    ptx::launch_dependents();                                                                      \
+    if constexpr (!::spec::kHoldsNext<__VA_ARGS__>) ptx::launch_dependents();                      \
     if constexpr (!::spec::kWaitsItself<__VA_ARGS__>) ptx::dependency_wait();                      \
     __VA_ARGS__::run(p);                                                                           \
+    if constexpr (::spec::kHoldsNext<__VA_ARGS__>) {                                               \
+      __threadfence();                                                                             \
+      __syncthreads(); /* a block's first thread to call it speaks for all */                      \
+      ptx::launch_dependents();                                                                    \
+    }                                                                                              \
   }                                                                                                \
   extern "C" __device__ constexpr ::spec::Spec name##_spec = ::spec::of<__VA_ARGS__>();

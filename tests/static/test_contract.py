@@ -6,11 +6,11 @@ import ast
 import re
 import shutil
 import subprocess
-import sysconfig
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+from compilers import nvcc
 
 from pyruntime.cubin.contract import breaches
 from pyruntime.cubin.facts import KernelFacts, read_cubin
@@ -18,7 +18,7 @@ from pyruntime.cubin.installed import architecture_for, manifest, root
 from pyruntime.cubin.nvdisasm import disassemble
 from pyruntime.cubin.records import kernels_of, read_all
 from pyruntime.cubin.spec import KernelSpec, read_specs
-from pyruntime.cubin.waiting import unwaited
+from pyruntime.cubin.waiting import RELEASE, late_stores, unwaited
 from pyruntime.errors import ToolError
 
 ROOT = Path(__file__).parents[2]
@@ -49,7 +49,8 @@ def test_every_row_is_a_kernel_on_every_architecture_it_is_for() -> None:
     }
     general = set.intersection(*names.values())
     special = {name for arch in names for name in names[arch] - general}
-    assert all(name.startswith("gemm_wgmma_") for name in special)
+    hopper = ("gemm_wgmma_", "attention_wgmma_", "schedule_")
+    assert all(name.startswith(hopper) for name in special)
     assert all(not (special & names[arch]) for arch in names if arch != "90a")
 
 
@@ -66,15 +67,6 @@ def test_the_compiler_agrees_with_every_contract() -> None:
     cubins, unread = read_all([])
     found = [f"{k.name} {k.arch}: {b}" for _, k in kernels_of(cubins) for b in breaches(k)]
     assert not unread and not found
-
-
-def nvcc() -> str:
-    """The nvcc of the build, of the wheel, or of a toolkit on the machine."""
-    wheel = Path(sysconfig.get_path("purelib"), "nvidia/cu13/bin/nvcc")
-    for path in (manifest()["nvcc"], str(wheel), "nvcc", "/usr/local/cuda/bin/nvcc"):
-        if found := shutil.which(path):
-            return found
-    pytest.skip("no nvcc: neither the build's, nor the wheel nvidia-cuda-nvcc, nor one on PATH")
 
 
 NORM = "kernels/norm.cuh"
@@ -171,6 +163,53 @@ def test_a_path_that_does_not_wait_is_found(tmp_path: Path) -> None:
     assert not early([first])
     (found,) = early([then])
     assert "EXIT" in found
+
+
+def late(kernels: Sequence[KernelFacts]) -> list[str]:
+    """What kernels still store once they have let the next one start, which each does."""
+    try:
+        listings = disassemble(kernels)
+    except ToolError as error:
+        pytest.skip(str(error))
+    assert all(any(i.name == RELEASE for i in listing) for listing in listings)
+    return [
+        f"{kernel.name}: {instruction}"
+        for kernel, listing in zip(kernels, listings, strict=True)
+        for instruction in late_stores(listing)
+    ]
+
+
+def test_a_schedule_is_written_before_the_next_kernel_starts() -> None:
+    """What follows reads it before it waits."""
+    cubins, _ = read_all([])
+    schedules = [k for _, k in kernels_of(cubins) if k.spec and k.spec.family == "schedule"]
+    assert len(schedules) == ("90a" in manifest()["architectures"])
+    assert not late(schedules)
+
+
+def test_a_kernel_that_does_not_hold_the_next_is_found(tmp_path: Path) -> None:
+    threads = "static constexpr int kThreads = Threads"
+    holds = (NORM, threads, f"static constexpr bool kHoldsNext = true;\n{threads}")
+    assert not late([build_norm(tmp_path / "a", "90a", holds)])
+    assert any("STG" in text for text in late([build_norm(tmp_path / "b", "90a")]))
+
+
+def test_the_planes_of_attention_by_wgmma() -> None:
+    """Q, K and V in whole boxes of 64 dims; 64 rows to a warpgroup, and one more feeds them."""
+    for spec in installed("90a").values():
+        if spec.tile.get("variant") != "wgmma":
+            continue
+        tile = {name: int(value) for name, value in spec.tile.items() if name != "variant"}
+        plane = {p.name: p for p in spec.planes}
+        row = 2 * 64 * -(-tile["hd"] // 64)  # bytes
+        stages = {name: plane[f"full_{name}"].bytes // 8 for name in "qkv"}
+        assert spec.dependent and "cluster" not in tile and spec.min_blocks == tile["blocks"]
+        assert spec.threads == 128 * (tile["warpgroups"] + 1)
+        assert tile["tq"] == 64 * tile["warpgroups"]
+        assert plane["q"].bytes == stages["q"] * tile["tq"] * row
+        assert plane["k"].bytes == stages["k"] * tile["tkv"] * row
+        assert plane["v"].bytes == stages["v"] * tile["tkv"] * row
+        assert all(plane[name].offset % 1024 == 0 for name in "qkv")  # the swizzle's period
 
 
 @pytest.mark.parametrize(
