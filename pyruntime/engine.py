@@ -132,8 +132,10 @@ class Engine:
             model: a path, an alias such as "smollm2", or "hf:owner/repo/file.gguf".
             device: "auto" (the first GPU, or NumPy with a warning), "cpu", or "cuda:N".
             weights: "fp16", or "auto", which is that today.
-            attention: "auto" (the fastest kernel), or a variant by name: "fast", or a step of its
-                history, "r46_base", "r46", "r48", "r50" or "r57", for head dims 64 and 128.
+            attention: "auto" (the fastest kernel), "invariant" (the fastest that gives a row the
+                same bits however its prompt was cut), or a variant by name: "wgmma" (Hopper's),
+                "fast" (mma.sync, on every GPU), or a step of its history, "r46_base", "r46",
+                "r48", "r50" or "r57", for head dims 64 and 128.
             kv_dtype: what K/V caches hold: "f16", or "e4m3", 8-bit floats with a scale per head of
                 each position, in about half the memory and of less accuracy (docs/kv-cache.md).
             graphs, exact: "auto" (or "off") and "fast"; other values are refused until they exist.
@@ -209,8 +211,9 @@ class Engine:
         """Device bytes by category that `load` with the same options and one cache will hold.
 
         Nothing is allocated and no device is asked: `device`, `memory_budget` and `stream` change
-        nothing, nor does `attention`, whose kernels take no memory. While it loads, 64 MiB or more
-        of staging buffers come on top. Raises: as `load` does for the file and the other options.
+        nothing, nor does `attention`, whose workspace is the same for all kernels. While it loads,
+        64 MiB or more of staging buffers come on top. Raises: as `load` does for the file and the
+        other options.
         """
         check_options(weights, kv_dtype, graphs, overlap, exact)
         from pyruntime.hub import resolve

@@ -11,7 +11,7 @@ from typing import Any
 COLOURS = {
     "gate_up": "#0072b2", "down": "#56b4e9", "qkv": "#009e73", "o": "#8fd3b6", "head": "#00543e",
     "attention": "#d55e00", "rope": "#e69f00", "norm": "#f0e442", "embed": "#999999",
-    "gather": "#555555", "softcap": "#bbbbbb",
+    "gather": "#555555", "softcap": "#bbbbbb", "schedule": "#dddddd",
 }  # fmt: skip
 OTHER = "#cc79a7"
 FONT = "font-family='system-ui, sans-serif' font-size='13'"

@@ -4,6 +4,7 @@
 #include <cstdint>
 
 #include "cuda_fp16.h"
+#include "spec.cuh"
 
 // One prompt (or its continuation): its rows in the activations and its place in a K/V cache.
 // Cache layout: [layer][kv head][position][head dim], fp16, `capacity` positions.
@@ -13,6 +14,10 @@ struct Sequence {
   int32_t capacity;    // positions per kv head in its cache
   __half* k;
   __half* v;
+  // Where kernels copy K and V by tensor maps: a map of K and one of V for each height of box, in
+  // the order of heights. [layer * kv heads][capacity][head dim], boxes of height x 64, 128-byte
+  // swizzle. Null where no kernel does.
+  const spec::TensorMap* maps;
 };
 
 struct Live {

@@ -39,7 +39,7 @@ def add_run(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-tokens", type=int, help="rows of one pass; longer prompts take more")
     parser.add_argument(
         "--attention", default="auto", metavar="VARIANT",
-        help="auto (default, the fastest kernel), or a variant by name, such as r48",
+        help="auto (default, the fastest kernel), invariant, or a variant by name, such as r48",
     )  # fmt: skip
     parser.add_argument(
         "--kv-dtype", default="f16", metavar="TYPE",

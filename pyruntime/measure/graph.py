@@ -2,7 +2,8 @@
 
 This is the other side of a measurement's checks, so nothing here looks at recorded launches. FLOP
 counts a multiply-add as two; bytes count every input once and every output once, as they lie in
-memory (fp16 weights). Softmax, SwiGLU, caps and biases are left out of the FLOP.
+memory (fp16 weights). Softmax, SwiGLU, caps and biases are left out of the FLOP, and what kernels
+hand to one another (the list of a schedule, sums of split keys) out of the bytes.
 """
 
 from __future__ import annotations
@@ -10,13 +11,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from pyruntime.model.config import ModelConfig
+from pyruntime.model.live import PASS_BYTES
 from pyruntime.model.weights import layer_placements
 
 GEMMS = ("qkv", "o", "gate_up", "down", "head")
 # In order of computation.
 ROLES = (
-    "embed", "norm", "qkv", "rope", "widen", "attention", "gather", "o", "gate_up", "down", "head",
-    "softcap",
+    "schedule", "embed", "norm", "qkv", "rope", "widen", "attention", "gather", "o", "gate_up",
+    "down", "head", "softcap",
 )  # fmt: skip
 
 
@@ -38,7 +40,11 @@ class Work:
 
 
 def expected_work(
-    c: ModelConfig, nt: int, embedding_row_bytes: int, kv_dtype: str = "f16"
+    c: ModelConfig,
+    nt: int,
+    embedding_row_bytes: int,
+    kv_dtype: str = "f16",
+    scheduled: bool = False,
 ) -> dict[str, Work]:
     """The work of a prefill of `nt` tokens from an empty cache, logits of the last row.
 
@@ -47,6 +53,7 @@ def expected_work(
     Args:
         embedding_row_bytes: of one packed row of the embedding.
         kv_dtype: what the cache holds; an e4m3 one is widened before attention.
+        scheduled: attention is by a kernel for which a schedule is made, once for each window.
     """
     h, q, kv = c.hidden, c.heads * c.head_dim, c.kv_heads * c.head_dim
     shapes = {name: placement.shape for name, placement in layer_placements(c, 0).items()}
@@ -93,6 +100,8 @@ def expected_work(
         "down": second_half("down", added),
         "head": Work(1, 2 * c.vocab * h, 2 * c.vocab * h + 2 * h + 4 * c.vocab),
     }
+    if scheduled:
+        work["schedule"] = Work(1, 0, PASS_BYTES) * len(c.windows)
     if kv_dtype != "f16":
         work["widen"] = Work(1, 2 * nt * kv, 2 * nt * (stored + 2 * kv)) * c.layers
     if c.logit_cap is not None:

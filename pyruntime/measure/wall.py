@@ -23,6 +23,7 @@ from pyruntime.measure.roofline import Roofline
 from pyruntime.measure.series import REGIMES
 from pyruntime.measure.telemetry import Telemetry
 from pyruntime.model.live import live_bytes
+from pyruntime.ops.attention_choice import Choice
 
 
 def measure_wall(
@@ -53,7 +54,8 @@ def measure_wall(
             named = [(launch.role, launch.kernel.name) for launch in launches]
         logits = np.asarray(engine.prefill(ids).logits)
     row_bytes = model.weights.outer["embedding"].shape[1]
-    expected = expected_work(engine.config, nt, row_bytes, model.kv_dtype)
+    scheduled = any(x.role == "attention" and Choice(x.kernel).scheduled for x in launches)
+    expected = expected_work(engine.config, nt, row_bytes, model.kv_dtype, scheduled)
     slices = account(named, timed.medians, expected, roofline)
     gap = explain(calls, statistics.median(timed.busy), statistics.median(timed.overlapped), copies)
     return {

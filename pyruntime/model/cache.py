@@ -6,9 +6,10 @@ import math
 
 import numpy as np
 
-from pyruntime.driver.device import Device
+from pyruntime.driver.library import Library
 from pyruntime.driver.memory import DeviceArray
 from pyruntime.model.config import ModelConfig
+from pyruntime.ops.attention_schedule import MAPS_LAYOUT, key_maps
 
 Layout = dict[str, tuple[tuple[int, ...], str]]
 
@@ -18,13 +19,14 @@ class Cache:
 
     With kv_dtype "e4m3" they are uint8 codes, each row times its scale: `k_scale` and `v_scale`,
     float32 [layers, kv heads, capacity], which are None otherwise. The first `length` positions are
-    filled. `arrays` are all of them; `owner` is the model that may use it.
+    filled. `arrays` are all of them, with the tensor maps of a float16 one; `owner` is the model
+    that may use it.
     """
 
     def __init__(
         self,
         owner: object,
-        device: Device,
+        library: Library,
         config: ModelConfig,
         tokens: int,
         kv_dtype: str = "f16",
@@ -36,13 +38,19 @@ class Cache:
         layout = cache_layout(config, tokens, kv_dtype, layers=layers)
         # In one statement: no frame of a failure's traceback keeps K when there is no room for V.
         arrays = {
-            name: DeviceArray(device, shape, dtype, what=f"cache {name}")
+            name: DeviceArray(library.device, shape, dtype, what=f"cache {name}")
             for name, (shape, dtype) in layout.items()
         }
         self.arrays = tuple(arrays.values())
         self.k, self.v = arrays["k"], arrays["v"]
         self.k_scale, self.v_scale = arrays.get("k_scale"), arrays.get("v_scale")
         self.length = 0
+        if maps := arrays.get("maps"):
+            try:
+                maps.upload(key_maps(library, self.k, self.v))
+            except BaseException:
+                self.close()
+                raise
 
     @property
     def capacity(self) -> int:
@@ -62,7 +70,9 @@ def cache_layout(
     rows: tuple[int, ...] = (layers or c.layers, c.kv_heads, tokens)
     numbers = ((*rows, c.head_dim), "float16" if kv_dtype == "f16" else "uint8")
     layout = {"k": numbers, "v": numbers}
-    if kv_dtype != "f16":
+    if kv_dtype == "f16":
+        layout["maps"] = MAPS_LAYOUT
+    else:
         layout |= dict.fromkeys(("k_scale", "v_scale"), (rows, "float32"))
     return layout
 

@@ -71,6 +71,11 @@ class ModelConfig:
         """The sliding window of `layer`."""
         return self.window if self.is_local(layer) else None
 
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        """The windows that layers have, None for no window; each once."""
+        return tuple(dict.fromkeys(map(self.window_of, range(self.layers))))
+
     def rope_of(self, layer: int) -> RopeConfig:
         """RoPE in `layer`."""
         return self.local_rope if self.local_rope and self.is_local(layer) else self.rope

@@ -18,6 +18,8 @@ from pyruntime.model.live import LiveBlock
 from pyruntime.model.rope import rope_table
 from pyruntime.model.weights import Weights
 from pyruntime.ops.attention import attention
+from pyruntime.ops.attention_choice import choose
+from pyruntime.ops.attention_schedule import Schedule, Workspace, workspace_layout
 from pyruntime.ops.gemm import gemm
 from pyruntime.ops.norm import norm, norm_residual
 from pyruntime.ops.rope import rope
@@ -52,24 +54,33 @@ def activation_layout(c: ModelConfig, max_tokens: int) -> Layout:
         "last_attended": ((1, q), "float16"),
     }
     if c.post_norms:
-        layout["branch"] = (
-            (max_tokens, c.hidden),
-            "float32",
-        )  # what x takes in, not normalised yet
+        layout["branch"] = layout["x"]  # what x takes in, not normalised yet
     return layout
 
 
+def _workspace_sizes(c: ModelConfig, max_tokens: int) -> dict[str, int]:
+    return {
+        "head_dim": c.head_dim,
+        "heads": c.heads,
+        "max_rows": max_tokens,
+        "max_sequences": 1,
+        "schedules": len(c.windows),
+    }
+
+
 def activation_bytes(c: ModelConfig, max_tokens: int) -> int:
-    """Device bytes of the activation buffers."""
-    return layout_bytes(activation_layout(c, max_tokens))
+    """Device bytes of the activation buffers and of attention's workspace."""
+    workspace = workspace_layout(**_workspace_sizes(c, max_tokens))
+    return layout_bytes(activation_layout(c, max_tokens)) + layout_bytes(workspace)
 
 
 class Decoder:
     """Activation buffers for up to `max_tokens` rows, and programs over them.
 
-    `variant` names the attention kernel, see `ops.attention.choose`; `kv_dtype` is what the caches
-    hold. From an e4m3 cache each layer is widened into `staging`, an fp16 cache of one layer, right
-    before its attention: that is what attention reads, and the next layer overwrites it.
+    `variant` names the attention kernel, see `ops.attention_choice.choose`; `kv_dtype` is what the
+    caches hold. From an e4m3 cache each layer is widened into `staging`, an fp16 cache of one
+    layer, right before its attention: that is what attention reads, and the next layer overwrites
+    it.
     """
 
     def __init__(
@@ -90,12 +101,14 @@ class Decoder:
         self._kv_dtype = kv_dtype
         self.activations: dict[str, DeviceArray] = {}
         self._tables: list[tuple[DeviceArray, DeviceArray]] = []  # one for each of config.ropes
-        self._programs: OrderedDict[tuple[int, bool], Program] = OrderedDict()
+        self._workspace: Workspace | None = None
+        self._programs: OrderedDict[tuple[int, bool, bool], Program] = OrderedDict()
         self.live = LiveBlock(library.device, max_tokens)
         try:
             for name, (shape, dtype) in activation_layout(config, max_tokens).items():
                 what = f"activation {name}"
                 self.activations[name] = DeviceArray(library.device, shape, dtype, what=what)
+            self._workspace = Workspace(library, **_workspace_sizes(config, max_tokens))
         except BaseException:
             with suppress(CudaError):  # the first failure is the one to report
                 self.close()
@@ -106,7 +119,7 @@ class Decoder:
         if self._tables and self._tables[0][0].shape[0] >= positions:
             return
         if self._kv_dtype != "f16":  # no program holds its address: the live block does
-            self.staging = Cache(self, self._library.device, self.config, positions, layers=1)
+            self.staging = Cache(self, self._library, self.config, positions, layers=1)
         shape = (positions, self.config.rope.dim // 2)
         tables = []
         for form in self.config.ropes:
@@ -123,15 +136,16 @@ class Decoder:
         self._programs.clear()  # they hold the old tables' addresses
         self._tables = tables
 
-    def program(self, rows: int, *, every_row: bool) -> Program:
+    def program(self, rows: int, *, every_row: bool, fresh: bool) -> Program:
         """Everything up to the output norm, for `rows` rows; the result is `normed`.
 
         Without `every_row` only the one row that the live block wants passes the last layer's
-        output projection and feed-forward block.
+        output projection and feed-forward block. `fresh`: the cache is empty before; the program
+        of a continuation is right for that too, but attention is then divided for many keys.
         """
-        key = (rows, every_row)
+        key = (rows, every_row, fresh)
         if key not in self._programs:
-            self._programs[key] = self._record(rows, every_row)
+            self._programs[key] = self._record(rows, every_row, fresh)
             if len(self._programs) > PROGRAMS:
                 self._programs.popitem(last=False)
         self._programs.move_to_end(key)
@@ -158,11 +172,15 @@ class Decoder:
             )  # fmt: skip
         return program
 
-    def _record(self, rows: int, every_row: bool) -> Program:
+    def _record(self, rows: int, every_row: bool, fresh: bool) -> Program:
         c, w, live, lib, act = (
             self.config, self._weights, self.live, self._library, self.activations
         )  # fmt: skip
         p = Program()
+        schedules = self._schedules(rows, rows if fresh else None)
+        with p.role("schedule"):
+            for schedule in schedules.values():
+                schedule.record(p)
         x, attended, count = act["x"], act["attended"], live.rows
         joins = "f32" if c.post_norms else "add"
         with p.role("embed"):
@@ -178,7 +196,7 @@ class Decoder:
                     p, lib, a=act["normed"], w=weights["qkv"], c=act["qkv"],
                     rows=count, max_rows=rows, epilogue="f32",
                 )  # fmt: skip
-            self._attention(p, layer, rows, site + 1)
+            self._attention(p, schedules[c.window_of(layer)], layer, rows, site + 1)
             if layer == c.layers - 1 and not every_row:
                 with p.role("gather"):
                     gather(
@@ -233,7 +251,24 @@ class Decoder:
                 y=y, rows=count, max_rows=rows, eps=eps, overflow=overflow, site=site,
             )  # fmt: skip
 
-    def _attention(self, p: Program, layer: int, rows: int, site: int) -> None:
+    def _schedules(self, rows: int, keys: int | None) -> dict[int | None, Schedule]:
+        """How attention is divided, by window."""
+        c, live = self.config, self.live
+        choice = choose(
+            self._library, head_dim=c.head_dim, heads=c.heads, kv_heads=c.kv_heads, max_rows=rows,
+            max_keys=keys, windowed=c.window is not None, capped=c.score_cap is not None,
+            variant=self._variant,
+        )  # fmt: skip
+        return {
+            window: Schedule(
+                self._library, choice, live=live.live, sequences=live.sequences, heads=c.heads,
+                kv_heads=c.kv_heads, max_rows=rows, max_sequences=1, window=window,
+                workspace=self._workspace, place=place,
+            )
+            for place, window in enumerate(c.windows)
+        }  # fmt: skip
+
+    def _attention(self, p: Program, schedule: Schedule, layer: int, rows: int, site: int) -> None:
         """From `qkv` to `attended`, storing K and V in the cache on the way."""
         c, live, act, weights = self.config, self.live, self.activations, self._weights.layers
         if not self._tables:
@@ -273,26 +308,20 @@ class Decoder:
             )  # fmt: skip
         attention(
             p,
-            self._library,
+            schedule,
             q=act["q"],
             out=act["attended"],
-            live=live.live,
-            sequences=live.sequences,
-            max_rows=rows,
-            max_sequences=1,
             layer=0 if scaled else layer,
-            heads=c.heads,
-            kv_heads=c.kv_heads,
             scale=c.attention_scale,
-            window=c.window_of(layer),
             softcap=c.score_cap,
-            variant=self._variant,
         )
 
     def close(self) -> None:
         """Frees activations, tables and the live block. Idempotent."""
         self._programs.clear()
         self.live.close()
+        if self._workspace is not None:
+            self._workspace.close()
         if self.staging is not None:
             self.staging.close()
         for array in (*self.activations.values(), *chain.from_iterable(self._tables)):

@@ -33,7 +33,7 @@ from pyruntime.model.footprint import cache_bytes, device_bytes
 from pyruntime.model.live import NO_OVERFLOW
 from pyruntime.model.tokens import check_tokens
 from pyruntime.model.weights import Weights
-from pyruntime.ops.attention import choose
+from pyruntime.ops.attention_choice import choose
 
 if TYPE_CHECKING:
     from pyruntime.gguf import GGUFFile
@@ -55,7 +55,7 @@ class GpuModel:
             is counted when memory is checked before anything is allocated.
         memory_budget: the most bytes that `device_bytes` may come to; all that is free by default.
         stream: a foreign stream's handle (an address), or None for one of its own.
-        attention: the attention kernel, see `ops.attention.choose`.
+        attention: the attention kernel, see `ops.attention_choice.choose`.
         overlap: whether launches of a pass may overlap, see `Program.run`.
         kv_dtype: what caches hold, "f16" or "e4m3", see `model.cache.Cache`.
         progress: called with the file bytes of each piece that has arrived.
@@ -123,7 +123,8 @@ class GpuModel:
             Decoder(library, config, weights, self.max_tokens, attention, self.kv_dtype)
         )
         self._decoder.reserve_positions(kv_tokens)
-        self._decoder.program(self.max_tokens, every_row=False)  # sizes are refused here, not later
+        # Sizes are refused here, not later.
+        self._decoder.program(self.max_tokens, every_row=False, fresh=True)
         self._started, self._ended = (self._owned(Event(self.device)) for _ in range(2))
 
     def _owned(self, resource: T) -> T:
@@ -180,7 +181,7 @@ class GpuModel:
         with self._entry():
             self._check_memory(cache_bytes(self.config, tokens, self.kv_dtype), None)
             self._decoder.reserve_positions(tokens)
-            return Cache(self, self.device, self.config, tokens, self.kv_dtype)
+            return Cache(self, self.library, self.config, tokens, self.kv_dtype)
 
     def forward(
         self,
@@ -234,7 +235,9 @@ class GpuModel:
         self._check_room(len(tokens), cache)
         with self._entry(), self.device.current():
             out = DeviceArray(self.device, (1, self.config.vocab), np.float32, what="logits")
-            program = self._decoder.program(len(tokens), every_row=len(tokens) == 1)
+            program = self._decoder.program(
+                len(tokens), every_row=len(tokens) == 1, fresh=not cache.length
+            )
             head = self._decoder.head(out)
             self._upload(tokens, cache, np.array([len(tokens) - 1], np.int32))
             try:
@@ -262,7 +265,7 @@ class GpuModel:
         self, tokens: NDArray[np.int32], cache: Cache, wanted: NDArray[np.int32], out: DeviceArray
     ) -> None:
         decoder, stream, rows = self._decoder, self._stream, len(tokens)
-        program = decoder.program(rows, every_row=len(wanted) == rows)
+        program = decoder.program(rows, every_row=len(wanted) == rows, fresh=not cache.length)
         head = decoder.head(out)
         with self.device.current():
             enqueued = time.perf_counter()
@@ -281,9 +284,7 @@ class GpuModel:
             self._stream,
             tokens,
             start=cache.length,
-            capacity=seen.capacity,
-            k=seen.k,
-            v=seen.v,
+            cache=seen,
             wanted=wanted,
             stored=cache if seen is not cache else None,
         )
@@ -321,8 +322,8 @@ def _check_sizes(file: GGUFFile, c: ModelConfig, library: Library, attention: st
     """Refuses, by name, what the kernels do not cover."""
     try:
         choose(
-            library, c.head_dim, 1, c.heads, attention,
-            windowed=c.window is not None, capped=c.score_cap is not None,
+            library, head_dim=c.head_dim, heads=c.heads, kv_heads=c.kv_heads, max_rows=1,
+            windowed=c.window is not None, capped=c.score_cap is not None, variant=attention,
         )  # fmt: skip
     except UnsupportedModelError as error:
         raise UnsupportedModelError(f"{file.path}: {error}") from None

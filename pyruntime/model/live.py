@@ -19,9 +19,10 @@ from pyruntime.model.cache import Cache
 
 NO_OVERFLOW = 2**31 - 1
 _LIVE = struct.Struct("<4i")
-_SEQUENCE = struct.Struct("<4i2Q")
+_SEQUENCE = struct.Struct("<4i3Q")
 _STORED = struct.Struct("<4i4Q")
-_HEAD = _LIVE.size + _SEQUENCE.size + _STORED.size
+PASS_BYTES = _LIVE.size + _SEQUENCE.size  # that say what a pass of one sequence works on
+_HEAD = PASS_BYTES + _STORED.size
 
 
 class LiveBlock:
@@ -55,9 +56,7 @@ class LiveBlock:
         ids: NDArray[np.int32],
         *,
         start: int,
-        capacity: int,
-        k: DeviceArray,
-        v: DeviceArray,
+        cache: Cache,
         wanted: NDArray[np.int32],
         stored: Cache | None = None,
     ) -> None:
@@ -65,19 +64,20 @@ class LiveBlock:
 
         Args:
             ids: int32 [nt], the tokens at positions start … start + nt - 1.
-            capacity: positions per head of the cache `k`, `v`.
+            cache: what attention reads.
             wanted: int32 [n], the rows whose logits are wanted.
-            stored: the e4m3 cache, of which `k` and `v` are then one layer, widened.
+            stored: the e4m3 cache, of which `cache` is then one layer, widened.
         """
         rows = len(ids)
         _LIVE.pack_into(self._host.array.data, 0, rows, 1, len(wanted), NO_OVERFLOW)
-        _SEQUENCE.pack_into(
-            self._host.array.data, _LIVE.size, 0, rows, start, capacity, k.ptr, v.ptr
-        )
-        if stored is not None:
-            head = (0, rows, start, stored.capacity)
-            pointers = (array.ptr for array in stored.arrays)
-            _STORED.pack_into(self._host.array.data, _HEAD - _STORED.size, *head, *pointers)
+        for layout, at, source in (
+            (_SEQUENCE, _LIVE.size, cache),
+            (_STORED, _HEAD - _STORED.size, stored),
+        ):
+            if source is not None:
+                pointers = (array.ptr for array in source.arrays)
+                head = (0, rows, start, source.capacity)
+                layout.pack_into(self._host.array.data, at, *head, *pointers)
         self._arrays[0, :rows] = ids
         self._arrays[1, :rows] = np.arange(start, start + rows)
         self._arrays[2, :rows] = 0

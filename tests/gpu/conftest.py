@@ -16,12 +16,19 @@ from pyruntime.driver.memory import DeviceArray
 from pyruntime.driver.program import Program
 from pyruntime.driver.stream import Stream
 from pyruntime.errors import DriverNotFoundError
+from pyruntime.measure.series import REGIMES, Regime
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if "/gpu/" in item.nodeid:
             item.add_marker(pytest.mark.gpu)
+
+
+@pytest.fixture(autouse=True)
+def short_rests(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Series that are not about speed need no cool GPU."""
+    monkeypatch.setitem(REGIMES, "burst", Regime(rest=0.01, warm_up=0.1))
 
 
 class Gpu:

@@ -32,6 +32,11 @@ def engine_for(stem: str, **options: Any) -> Iterator[Engine]:
         yield engine
 
 
+def skip_wgmma_elsewhere(gpu: Any, variant: str) -> None:
+    if variant == "wgmma" and gpu.device.compute_capability != (9, 0):
+        pytest.skip("wgmma is Hopper's")
+
+
 def reference_for(stem: str, kv_dtype: str = "f16") -> ReferenceModel:
     with GGUFFile.open(model_path(stem)) as file:
         config = ModelConfig.from_gguf(file)
@@ -94,10 +99,11 @@ def test_errors_are_those_of_fp16(stem: str) -> None:
         check_errors(engine, reference_for(stem), stem)
 
 
-@pytest.mark.parametrize("variant", ["fast", "r46-base", "r46", "r48", "r50", "r57"])
+@pytest.mark.parametrize("variant", ["wgmma", "fast", "r46-base", "r46", "r48", "r50", "r57"])
 @pytest.mark.parametrize("stem", ["tiny-llama-q8_0", "tiny-qwen3-q6_k"])
-def test_every_attention_variant(stem: str, variant: str) -> None:
+def test_every_attention_variant(gpu: Any, stem: str, variant: str) -> None:
     """Within the same bounds at head dims 64 and 128, and nothing else ran in its place."""
+    skip_wgmma_elsewhere(gpu, variant)
     with engine_for(stem, attention=variant) as engine:
         check_errors(engine, reference_for(stem), stem)
         ran = {name for name in engine.launches() if name.startswith("attention_")}
@@ -105,6 +111,14 @@ def test_every_attention_variant(stem: str, variant: str) -> None:
         prefix = "attention_" + ("" if variant == "fast" else variant.replace("-", "_") + "_")
         assert ran and all(name.startswith(f"{prefix}hd{hd}_") for name in ran)
         assert engine.prefill([1]).path.endswith(f", attention {variant}")
+
+
+@pytest.mark.parametrize("stem", ["tiny-llama-q8_0", "tiny-gemma2-q8_0", "tiny-mistral-q8_0"])
+def test_invariant_attention_is_one_kind_of_kernel(stem: str) -> None:
+    with engine_for(stem, attention="invariant") as engine:
+        check_errors(engine, reference_for(stem), stem)
+        ran = {name for name in engine.launches() if name.startswith("attention_")}
+    assert ran and len({name.startswith("attention_wgmma_") for name in ran}) == 1
 
 
 @pytest.mark.parametrize("stem", [*TINY, SMOLLM2])
@@ -116,8 +130,9 @@ def test_errors_of_an_e4m3_cache_are_numpys(stem: str) -> None:
         assert engine.prefill([1]).path.endswith(", K/V e4m3")
 
 
-@pytest.mark.parametrize("variant", ["fast", "r46-base", "r57"])
-def test_other_attention_variants_read_an_e4m3_cache(variant: str) -> None:
+@pytest.mark.parametrize("variant", ["wgmma", "fast", "r46-base", "r57"])
+def test_attention_variants_read_an_e4m3_cache(gpu: Any, variant: str) -> None:
+    skip_wgmma_elsewhere(gpu, variant)
     stem = "tiny-llama-q8_0"
     with engine_for(stem, kv_dtype="e4m3", attention=variant) as engine:
         check_errors(engine, reference_for(stem, "e4m3"), stem, margin=E4M3_LOGIT)
@@ -194,9 +209,11 @@ def test_chunks_through_a_poisoned_e4m3_cache(stem: str, chunks: tuple[int, ...]
             cache.close()
 
 
+@pytest.mark.parametrize("variant", ["wgmma", "fast"])
 @pytest.mark.parametrize("kv_dtype", ["f16", "e4m3"])
-def test_launches_are_those_of_the_graph(kv_dtype: str) -> None:
-    with engine_for("tiny-llama-q8_0", kv_dtype=kv_dtype) as engine:
+def test_launches_are_those_of_the_graph(gpu: Any, kv_dtype: str, variant: str) -> None:
+    skip_wgmma_elsewhere(gpu, variant)
+    with engine_for("tiny-llama-q8_0", kv_dtype=kv_dtype, attention=variant) as engine:
         before = Counter(engine.launches())
         engine.prefill([1, 2, 3])
         added = Counter(engine.launches()) - before
@@ -208,19 +225,28 @@ def test_launches_are_those_of_the_graph(kv_dtype: str) -> None:
         "rows": 2, "norm": 2 * layers + 1, "gemm": 4 * layers + 1, "rope": layers,
         "attention": layers,
     }  # fmt: skip
-    assert by_family == expected | ({"widen": layers} if kv_dtype == "e4m3" else {})
+    assert by_family == expected | ({"widen": layers} if kv_dtype == "e4m3" else {}) | (
+        {"schedule": 1} if variant == "wgmma" else {}
+    )
 
 
-def test_launches_of_a_graph_with_norms_after_blocks_and_caps() -> None:
-    with engine_for("tiny-gemma2-q8_0") as engine:
+@pytest.mark.parametrize("variant", ["wgmma", "fast"])
+def test_launches_of_a_graph_with_norms_after_blocks_and_caps(gpu: Any, variant: str) -> None:
+    skip_wgmma_elsewhere(gpu, variant)
+    with engine_for("tiny-gemma2-q8_0", attention=variant) as engine:
         before = Counter(engine.launches())
         engine.prefill([1, 2, 3])
         added = Counter(engine.launches()) - before
-        layers = engine.config.layers
+        layers, windows = engine.config.layers, len(engine.config.windows)
     assert added["norm_t256"] == 1 and added["norm_residual_t256"] == 2 * layers
     assert added["softcap_t256"] == 1
-    families = Counter({name: n for name, n in added.items() if name.startswith("attention_")})
-    assert families.total() == layers and all(x.startswith("attention_cap_hd256") for x in families)
+    assert added["schedule_t1024"] == (windows if variant == "wgmma" else 0)
+    (kernel,) = (name for name in added if name.startswith("attention_"))
+    assert added[kernel] == layers
+    if variant == "wgmma":
+        assert kernel.startswith("attention_wgmma_hd256") and kernel.endswith("_cap1")
+    else:
+        assert kernel.startswith("attention_cap_hd256")
     gated = {name: n for name, n in added.items() if "_geglu_" in name}
     assert sum(gated.values()) == layers and not any("_add_" in name for name in added)
 

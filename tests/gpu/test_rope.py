@@ -71,8 +71,10 @@ class Case:
 
     def run(self, *, bias: bool, norm: bool, pairs: str) -> tuple[np.ndarray, int]:
         gpu, first = self.gpu, self.rows[0]
+        # Sequence of cuda/core/live.cuh without its maps, or that of cuda/core/e4m3.cuh.
+        layout = "<4i4Q" if self.kv_dtype == "e4m3" else "<4i2Q8x"
         sequences = b"".join(
-            struct.pack(f"<4i{len(arrays)}Q", row0, rows, start, capacity, *(a.ptr for a in arrays))
+            struct.pack(layout, row0, rows, start, capacity, *(a.ptr for a in arrays))
             for row0, rows, start, capacity, arrays in zip(
                 (0, first), self.rows, self.starts, self.capacity, self.caches, strict=True
             )

@@ -6,14 +6,15 @@ from typing import Any
 
 import numpy as np
 import pytest
+from attention_launch import SEQUENCE
 
 from pyruntime.driver.program import Program
 from pyruntime.ops.widen import widen
 from pyruntime.reference import e4m3
 
 HEAD_DIMS = (64, 96, 128, 256)
-SEQUENCE = np.dtype("<i4, <i4, <i4, <i4, <u8, <u8")  # row0, rows, start, capacity, k, v
-STORED = np.dtype("<i4, <i4, <i4, <i4, <u8, <u8, <u8, <u8")  # and the scales of k, of v
+# e4m3::Sequence of cuda/core/e4m3.cuh: row0, rows, start, capacity, k, v, the scales of k, of v.
+STORED = np.dtype("<i4, <i4, <i4, <i4, <u8, <u8, <u8, <u8")
 LAYERS, LAYER = 3, 1
 CODES = np.array([c for c in range(256) if c & 0x7F != 0x7F], np.uint8)
 
@@ -49,7 +50,7 @@ class Prompt:
         head = (0, self.rows, self.start)
         return (
             (*head, self.capacity, *(a.ptr for a in self.held)),
-            (*head, self.room, *(a.ptr for a in self.out)),
+            (*head, self.room, *(a.ptr for a in self.out), 0),
         )
 
     def check(self, gpu: Any) -> None:
@@ -160,7 +161,7 @@ def test_more_elements_than_31_bits_count(gpu: Any, rng: np.random.Generator) ->
     pointers = [codes.ptr - elements] * 2 + [scales.ptr - 4 * kv * capacity] * 2
     pointers = [pointer % 2**64 for pointer in pointers]
     stored = np.array([(0, 5, capacity - 5, capacity, *pointers)], STORED)
-    sequences = np.array([(0, 5, capacity - 5, capacity, *(a.ptr for a in out))], SEQUENCE)
+    sequences = np.array([(0, 5, capacity - 5, capacity, *(a.ptr for a in out), 0)], SEQUENCE)
     program = Program()
     widen(
         program,

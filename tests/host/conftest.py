@@ -12,6 +12,7 @@ from fake_driver import FakeDriver
 from goldens import GOLDEN
 
 from pyruntime import Engine
+from pyruntime.cubin.installed import manifest
 from pyruntime.driver import api
 
 
@@ -25,6 +26,14 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeDriver]:
     fake.hook = lambda name, arguments: None
     gc.collect()
     assert fake.misuse == []
+
+
+@pytest.fixture(params=["fast", "wgmma"])
+def attention(request: pytest.FixtureRequest) -> str:
+    """A variant without a schedule, and one with."""
+    if request.param == "wgmma" and "90a" not in manifest()["architectures"]:
+        pytest.skip("no cubins for sm_90a are installed")
+    return str(request.param)
 
 
 @pytest.fixture

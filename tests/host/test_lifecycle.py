@@ -18,6 +18,7 @@ from pyruntime import Engine
 from pyruntime.errors import CudaError, EngineError, GGUFError, OutOfMemoryError
 from pyruntime.model import loader
 from pyruntime.model.config import KV_DTYPES
+from pyruntime.ops.attention_schedule import map_boxes
 
 MODEL = GOLDEN / "tiny-llama-q8_0.gguf"
 ILLEGAL_ADDRESS, TOO_MANY_RESOURCES = 700, 701  # CUresult: the first loses the context
@@ -124,7 +125,7 @@ def test_results_and_caches_outlive_their_engine(driver: FakeDriver, load: Load)
     with load() as engine:
         result, cache = engine.prefill([1, 2]), engine.new_cache(8)
     assert np.asarray(result.logits).shape == (1, engine.config.vocab)
-    assert driver.held() == {"arrays": 3, "contexts": 1}
+    assert driver.held() == {"arrays": 4, "contexts": 1}  # logits, K, V, their maps
     cache.close()
     del result
     gc.collect()
@@ -189,6 +190,7 @@ def test_a_lost_context_is_remembered_wherever_it_shows(driver: FakeDriver, load
 def test_a_context_lost_by_a_failed_pass_is_remembered(driver: FakeDriver, load: Load) -> None:
     """The launch that fails is not what lost it: that shows when the rest is waited for."""
     engine = load()
+    engine.prefill([1])  # makes its cache
     driver.fail["cuLaunchKernelEx"] = (5, TOO_MANY_RESOURCES)
     lose = on_call("cuStreamSynchronize", lambda: setattr(driver, "lost", ILLEGAL_ADDRESS))
     driver.hook = lose
@@ -218,11 +220,11 @@ def test_an_interrupted_pass_is_waited_for(driver: FakeDriver, load: Load) -> No
 
 
 @pytest.mark.parametrize("code", [INVALID_VALUE, OUT_OF_MEMORY])
-@pytest.mark.parametrize(("kv_dtype", "made"), [("f16", 1), ("e4m3", 1), ("e4m3", 3)])
+@pytest.mark.parametrize(("kv_dtype", "made"), [("f16", 1), ("f16", 2), ("e4m3", 1), ("e4m3", 3)])
 def test_a_cache_that_cannot_be_made_keeps_nothing(
     driver: FakeDriver, load: Load, kv_dtype: str, made: int, code: int
 ) -> None:
-    """There is room for K and none for V, or for all but the last scales; the exception is kept."""
+    """Room for K and none for V, or for all but the maps or the last scales; the error is kept."""
     engine = load(kv_dtype=kv_dtype)
     before = driver.held()
     driver.fail["cuMemAlloc"] = (made, code)
@@ -233,11 +235,25 @@ def test_a_cache_that_cannot_be_made_keeps_nothing(
     assert driver.held() == {}
 
 
-@pytest.mark.parametrize("made", [0, 1, 2, 3])
+@pytest.mark.parametrize("function", ["cuTensorMapEncodeTiled", "cuMemcpyHtoD"])
+def test_a_cache_whose_maps_cannot_be_made_keeps_nothing(
+    driver: FakeDriver, load: Load, function: str
+) -> None:
+    engine = load()
+    if not map_boxes(engine.model.library, engine.config.head_dim):
+        pytest.skip("no kernel of this build needs maps")
+    before = driver.held()
+    driver.fail[function] = (0, INVALID_VALUE)
+    with pytest.raises(CudaError, match=function) as kept:
+        engine.new_cache(9)
+    assert driver.held() == before, kept.value
+
+
+@pytest.mark.parametrize("made", range(5))
 def test_tables_that_cannot_grow_leave_the_engine_as_it_was(
     driver: FakeDriver, load: Load, made: int
 ) -> None:
-    """K and V of the staging, then the rotary tables: short caches work on, whichever fails."""
+    """K, V and maps of staging, then the rotary tables: short caches work on, whichever fails."""
     engine = load(kv_dtype="e4m3")
     cache = engine.new_cache(8)
     before = driver.held()

@@ -60,40 +60,55 @@ def test_a_cache_of_another_dtype_is_refused(
     assert cache.length == 0
 
 
-def test_attention_reads_the_staging_of_an_e4m3_cache(driver: FakeDriver, load: Load) -> None:
+def test_attention_reads_the_staging_of_an_e4m3_cache(load: Load, attention: str) -> None:
     """Layer 0 of it; the rows go to the cache's own layers, which are widened in between."""
-    engine = load(kv_dtype="e4m3")
+    engine = load(kv_dtype="e4m3", attention=attention)
     cache = engine.new_cache(50)
     engine.prefill([1, 2, 3], cache=cache)
     engine.prefill([4, 5], cache=cache)
     decoder = engine.model._decoder
     live, staging = decoder.live, decoder.staging
-    seen = struct.unpack("<4i2Q", np.asarray(live.sequences))
-    assert seen == (0, 2, 3, 64, staging.k.ptr, staging.v.ptr)
+    seen = struct.unpack("<4i3Q", np.asarray(live.sequences))
+    assert seen == (0, 2, 3, 64, *(array.ptr for array in staging.arrays))
     assert staging.k.shape == (1, engine.config.kv_heads, 64, engine.config.head_dim)
     held = struct.unpack("<4i4Q", np.asarray(live.stored))
     arrays = (cache.k, cache.v, cache.k_scale, cache.v_scale)
     assert held == (0, 2, 3, 50, *(array.ptr for array in arrays))
 
-    def given(launch: Launch, name: str, form: str) -> int:
-        (offset,) = (p.offset for p in launch.kernel.spec.params if p.name == name)
-        return int(struct.unpack_from(form, launch._block, offset)[0])
+    def given(launch: Launch, name: str, form: str) -> int | None:
+        for p in launch.kernel.spec.params:
+            if p.name == name:
+                return int(struct.unpack_from(form, launch._block, p.offset)[0])
+        return None
 
-    launches = decoder.program(2, every_row=False).launches
+    launches = decoder.program(2, every_row=False, fresh=False).launches
     found = [
         (family, given(launch, "layer", "<i"), given(launch, "sequences", "<Q"))
         for launch in launches
-        if (family := launch.kernel.spec.family) in ("rope", "widen", "attention")
+        if (family := launch.kernel.spec.family) in ("schedule", "rope", "widen", "attention")
     ]
-    assert found == [
+    listed = [] if attention == "fast" else [("schedule", None, live.sequences.ptr)]
+    assert found == listed + [
         (family, index, address)
         for layer in range(engine.config.layers)
         for family, index, address in (
             ("rope", layer, live.stored.ptr),
             ("widen", layer, live.sequences.ptr),
-            ("attention", 0, live.sequences.ptr),
+            ("attention", 0, None if listed else live.sequences.ptr),
         )
     ]
+
+
+def test_a_continuation_has_a_program_of_its_own(load: Load) -> None:
+    """Its attention is divided for more keys; a pass of the same kind meets the same program."""
+    engine = load()
+    for _ in range(2):
+        cache = engine.new_cache(8)
+        for _ in range(3):
+            engine.prefill([1, 2], cache=cache)
+        cache.close()
+    programs = engine.model._decoder._programs
+    assert sorted(programs) == [(2, False, False), (2, False, True), (16, False, True)]
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda:0"])

@@ -90,6 +90,21 @@ def test_an_e4m3_cache_is_widened_in_every_layer(
     assert slices["rope"]["kernels"] == ["rope_e4m3_hd256_t128"]
 
 
+def test_attention_by_wgmma_begins_with_a_schedule(
+    driver: timed_driver.TimedDriver, tmp_path: Path, attention: str
+) -> None:
+    command = ["wall", MODEL, "--nt", str(NT), "--rounds", "2", "--save", str(tmp_path / "w")]
+    assert main([*command, "--options", f"attention={attention}"]) == 0
+    slices = {s["role"]: s for s in load_record(tmp_path / "w.json", "wall")["slices"]}
+    assert ("schedule" in slices) == (attention == "wgmma")
+    if attention == "wgmma":
+        assert next(iter(slices)) == "schedule"
+        assert slices["schedule"]["launches"] == slices["schedule"]["launches_expected"] == 1
+        assert slices["schedule"]["flop"] == 0 < slices["schedule"]["bytes"] < 1024
+        (kernel,) = slices["attention"]["kernels"]
+        assert kernel.startswith("attention_wgmma_hd64")
+
+
 def test_the_trace_is_one_that_viewers_read(record: dict[str, Any], tmp_path: Path) -> None:
     events = json.loads((tmp_path / "w.trace.json").read_text())["traceEvents"]
     spans = [e for e in events if e["ph"] == "X"]
@@ -222,13 +237,13 @@ def test_the_bytes_of_an_e4m3_cache() -> None:
 @pytest.mark.parametrize("stem", ["tiny-gemma2-q4_0", "tiny-gemma3-q5_1", "tiny-mistral-q8_0"])
 @pytest.mark.parametrize(("nt", "kv_dtype"), [(1, "f16"), (60, "f16"), (60, "e4m3")])
 def test_the_graph_of_models_with_windows_is_what_runs(
-    driver: timed_driver.TimedDriver, stem: str, nt: int, kv_dtype: str
+    driver: timed_driver.TimedDriver, stem: str, nt: int, kv_dtype: str, attention: str
 ) -> None:
-    path = GOLDEN / f"{stem}.gguf"
-    with Engine.load(path, device="cuda:0", max_tokens=64, kv_dtype=kv_dtype) as engine:
+    options = {"kv_dtype": kv_dtype, "attention": attention}
+    with Engine.load(GOLDEN / f"{stem}.gguf", device="cuda:0", max_tokens=64, **options) as engine:
         launches = describe(engine, np.zeros(nt, np.int32))["launches"]
         c = engine.config
-    work = expected_work(c, nt, 100, kv_dtype)
+    work = expected_work(c, nt, 100, kv_dtype, attention == "wgmma")
     assert Counter(role for role, *_ in launches) == {role: w.launches for role, w in work.items()}
     pairs = sum(
         min(i + 1, c.window_of(layer) or nt) for layer in range(c.layers) for i in range(nt)
