@@ -1,8 +1,9 @@
-"""Every row of the attention table on the prompts of five models, against the chosen row.
+"""Every row of the attention table, in each packing, on the prompts of five models.
 
 Random-normal data, one sequence, causal. A figure is the median of ROUNDS timings of LAUNCHES
-launches each, rows taken in turn; every raw value is kept. TF counts the half of the square that
-causal attention needs.
+launches each and of the list that they share, if they need one; rows are taken in turn and every
+raw value is kept. TF counts the half of the square that causal attention needs. The chosen one is
+marked.
 """
 
 from __future__ import annotations
@@ -14,15 +15,14 @@ import sys
 from typing import Any
 
 import numpy as np
+from attention_launches import Prompt
 
 from pyruntime.driver.device import Device
 from pyruntime.driver.library import Library
 from pyruntime.driver.memory import DeviceArray
-from pyruntime.driver.program import Program
 from pyruntime.driver.stream import Stream
 from pyruntime.driver.timing import time_program
-from pyruntime.model.live import LiveBlock
-from pyruntime.ops.attention import attention, choose
+from pyruntime.ops.attention_choice import Choice, choose, packings
 
 # heads, K/V heads, head dim
 MODELS = ((28, 4, 128), (32, 8, 64), (9, 3, 64), (32, 32, 96), (16, 8, 256))
@@ -44,8 +44,12 @@ def resources(library: Library) -> dict[str, dict[str, Any]]:
     }
 
 
+def label(choice: Choice) -> str:
+    return choice.kernel.name + f" pack {choice.pack}" * choice.scheduled
+
+
 def measure(library: Library, stream: Stream, model: tuple[int, ...], rows: int) -> dict[str, Any]:
-    """Milliseconds per launch of each table row, and the choice."""
+    """Milliseconds per launch of each table row and packing, and the choice."""
     heads, kv_heads, head_dim = model
     rng = np.random.default_rng(0)
 
@@ -55,26 +59,23 @@ def measure(library: Library, stream: Stream, model: tuple[int, ...], rows: int)
 
     q, out = (normal(rows, heads * head_dim) for _ in range(2))
     k, v = (normal(kv_heads, rows, head_dim) for _ in range(2))
-    block, ids = LiveBlock(library.device, rows), np.zeros(rows, np.int32)
-    with library.device.current():
-        block.upload(stream, ids, start=0, capacity=rows, k=k, v=v, wanted=ids[:1])
-    programs = {}
-    for kernel in library.family("attention"):
-        if kernel.spec.tile["hd"] == head_dim and not kernel.spec.tile.get("cap"):
-            programs[kernel.name] = program = Program()
-            for _ in range(LAUNCHES):
-                attention(
-                    program, library, q=q, out=out, live=block.live, sequences=block.sequences,
-                    max_rows=rows, max_sequences=1, layer=0, heads=heads, kv_heads=kv_heads,
-                    scale=head_dim**-0.5, kernel=kernel,
-                )  # fmt: skip
+    prompt = Prompt(library, stream, q=q, out=out, k=k, v=v)
+    programs = {
+        label(choice): prompt.program(choice, LAUNCHES)
+        for kernel in library.family("attention")
+        if kernel.spec.tile["hd"] == head_dim and not kernel.spec.tile.get("cap")
+        for choice in packings(kernel, heads, kv_heads)
+    }
     raw: dict[str, list[float]] = {name: [] for name in programs}
     for round_ in range(ROUNDS + 1):
         for name, program in programs.items():
             (ms,) = time_program(program, stream, rounds=1, warmup=0)
             if round_:  # the first warms up
                 raw[name].append(ms / LAUNCHES)
-    return {"choice": choose(library, head_dim, rows, heads).name, "ms": raw}
+    chosen = choose(
+        library, head_dim=head_dim, heads=heads, kv_heads=kv_heads, max_rows=rows, max_keys=rows
+    )
+    return {"choice": label(chosen), "ms": raw}
 
 
 def report(model: tuple[int, ...], rows: int, figure: dict[str, Any]) -> None:
@@ -83,7 +84,7 @@ def report(model: tuple[int, ...], rows: int, figure: dict[str, Any]) -> None:
     for name, times in figure["ms"].items():
         ms = statistics.median(times)
         tf = 2 * heads * head_dim * rows * (rows + 1) / ms / 1e9
-        print(f"    {name:<40} {1e3 * ms:9.1f} us {tf:7.0f} TF{' *' * (name == figure['choice'])}")
+        print(f"    {name:<44} {1e3 * ms:9.1f} us {tf:7.0f} TF{' *' * (name == figure['choice'])}")
 
 
 def main() -> int:

@@ -134,8 +134,8 @@ def compete(gpu: Gpu, watch: Stopwatch, case: Case, rows: bool) -> dict[str, Any
     if not graphs:
         raise ArithmeticError(f"no peer to compare with: {skipped}")
     reference, *others = graphs
-    for name, choice in our_choices(gpu, case.head_dim, rows).items():
-        contestants[name] = ours(gpu, work, **choice)
+    for name, choice in our_choices(gpu, case, rows).items():
+        contestants[name] = ours(gpu, work, choice)
         graphs[name] = Graph(gpu, contestants[name], watch)
         others.append(name)
     graphs[reference].replay()

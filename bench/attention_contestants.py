@@ -23,13 +23,18 @@ from numpy.typing import NDArray
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from pyruntime.driver.library import Kernel
+from pyruntime.driver.library import Library
 from pyruntime.driver.memory import DeviceArray
 from pyruntime.driver.program import Launch, Program
 from pyruntime.model.live import NO_OVERFLOW
-from pyruntime.ops.attention import attention, variants
+from pyruntime.ops.attention import attention
+from pyruntime.ops.attention_choice import Choice, choose, packings
+from pyruntime.ops.attention_schedule import MAPS_LAYOUT, Schedule, Workspace, key_maps
 
-SEQUENCE = np.dtype("<i4, <i4, <i4, <i4, <u8, <u8")  # `Sequence` of cuda/core/live.cuh
+SEQUENCE = np.dtype("<4i4, <3u8")  # `Sequence` of cuda/core/live.cuh
+
+
+LAYERS = 28  # calls for which one schedule serves, as in a model
 
 
 class UnfitError(Exception):
@@ -47,6 +52,7 @@ class Work:
 
     def __init__(self, gpu: Gpu, case: Case, seed: int = 0) -> None:
         self.case = case
+        self._maps: list[DeviceArray] = []
         torch.manual_seed(seed)
         by_head = (case.rows, case.heads, case.head_dim)
         self.q, q = gpu.normal(case.rows, case.heads * case.head_dim)
@@ -68,15 +74,19 @@ class Work:
         for view, values in ((self.torch_q, q), (self.torch_k[0], k), (self.torch_v[0], v)):
             view.copy_(torch.as_tensor(values))
 
-    def sequences(self) -> NDArray[Any]:
+    def sequences(self, library: Library) -> NDArray[Any]:
         """`Sequence` of cuda/core/live.cuh of each, as bytes."""
         found = np.zeros(len(self.case.sequences), SEQUENCE)
         row = cache = 0
         for i, ((rows, before), more) in enumerate(
             zip(self.case.sequences, self._cache_rows, strict=True)
         ):
+            shape = (self.case.kv_heads, rows + before, self.case.head_dim)
             offset = 2 * cache * self.case.head_dim
-            found[i] = (row, rows, before, rows + before, self.k.ptr + offset, self.v.ptr + offset)
+            k, v = (x.view(offset, shape, np.float16) for x in (self.k, self.v))
+            maps = DeviceArray(library.device, *MAPS_LAYOUT).upload(key_maps(library, k, v))
+            self._maps.append(maps)
+            found[i] = ((row, rows, before, rows + before), (k.ptr, v.ptr, maps.ptr))
             row, cache = row + rows, cache + more
         return found.view(np.uint8)
 
@@ -97,27 +107,29 @@ class Contestant:
     launches: Sequence[Launch] = ()
 
 
-def ours(gpu: Gpu, work: Work, **choice: Any) -> Contestant:
-    """Our operation. All that this file knows of how it is called is here.
-
-    Args:
-        choice: `variant` or `kernel` of `attention`.
-    """
+def ours(gpu: Gpu, work: Work, choice: Choice) -> Contestant:
+    """Our operation. All that this file knows of how it is called is here."""
     case = work.case
-    table = work.sequences()
+    table = work.sequences(gpu.library)
     sequences = DeviceArray(gpu.device, table.shape, np.uint8).upload(table)
     header = np.array([case.rows, len(case.sequences), 0, NO_OVERFLOW], np.int32)
     live = DeviceArray(gpu.device, header.shape, np.int32).upload(header)
+    workspace = Workspace(
+        gpu.library, head_dim=case.head_dim, heads=case.heads,
+        max_rows=case.rows, max_sequences=len(case.sequences),
+    )  # fmt: skip
 
     def record(calls: int) -> Program:
         program = Program()
-        for _ in range(calls):
-            attention(
-                program, gpu.library, q=work.q, out=work.out, live=live, sequences=sequences,
-                max_rows=max(rows for rows, _ in case.sequences),
-                max_sequences=len(case.sequences), layer=0, heads=case.heads,
-                kv_heads=case.kv_heads, scale=case.head_dim**-0.5, **choice,
-            )  # fmt: skip
+        schedule = Schedule(
+            gpu.library, choice, live=live, sequences=sequences, heads=case.heads,
+            kv_heads=case.kv_heads, max_rows=max(rows for rows, _ in case.sequences),
+            max_sequences=len(case.sequences), workspace=workspace,
+        )  # fmt: skip
+        for call in range(calls):
+            if call % LAYERS == 0:
+                schedule.record(program)
+            attention(program, schedule, q=work.q, out=work.out, layer=0, scale=case.head_dim**-0.5)
         return program
 
     programs = {1: record(1)}
@@ -132,18 +144,28 @@ def ours(gpu: Gpu, work: Work, **choice: Any) -> Contestant:
     return Contestant(enqueue, ", ".join(x.kernel.name for x in launches), launches)
 
 
-def our_choices(gpu: Gpu, head_dim: int, rows: bool) -> dict[str, dict[str, Any]]:
-    """Name of a contestant -> `choice`: ours, and the invariant variant if there is one.
+def our_choices(gpu: Gpu, case: Case, rows: bool) -> dict[str, Choice]:
+    """Name of a contestant -> how it works: ours, and the invariant variant if that differs.
 
     Args:
-        rows: every row of the kernel table, too, but those that cap scores.
+        rows: every row of the kernel table in each packing, too.
     """
-    found: dict[str, dict[str, Any]] = {"ours": {}}
-    if head_dim in variants(gpu.library).get("invariant", ()):
-        found["invariant"] = {"variant": "invariant"}
-    kernels: list[Kernel] = gpu.library.family("attention") if rows else []
-    fit = [k for k in kernels if k.spec.tile["hd"] == head_dim and not k.spec.tile.get("cap")]
-    return found | {k.name: {"kernel": k} for k in fit}
+    shape = {"head_dim": case.head_dim, "heads": case.heads, "kv_heads": case.kv_heads}
+    size = {
+        "max_rows": max(rows for rows, _ in case.sequences),
+        "max_keys": max(case.keys),
+        "max_sequences": len(case.sequences),
+    }
+    found = {"ours": choose(gpu.library, **shape, **size)}
+    invariant = choose(gpu.library, **shape, **size, variant="invariant")
+    if invariant != found["ours"]:
+        found["invariant"] = invariant
+    for kernel in gpu.library.family("attention") if rows else ():
+        tile = kernel.spec.tile
+        if tile["hd"] == case.head_dim and not tile.get("cap", 0):
+            for choice in packings(kernel, case.heads, case.kv_heads):
+                found[f"{kernel.name} pack {choice.pack}"] = choice
+    return found
 
 
 def fa3(gpu: Gpu, work: Work) -> Contestant:

@@ -30,7 +30,12 @@ def ladder(records: Records, history: Sequence[Mapping[str, Any]]) -> list[str]:
     here = ["bytes", "registers", "blocks/SM", *(f"ms at {nt}" for nt in TOKENS)]
     here += [f"share at {NT}", "prefill", "outcome"]
     there = ["GB10: bytes", "blocks/SM", f"ms at {NT}", "prefill", "verdict"]
-    today = [{"name": "auto"}] if found else []  # what the engine picks when it is not told
+    # Then the best by mma.sync, and what the engine picks when it is not told.
+    today = [
+        {"name": name}
+        for name in ("fast", "auto")
+        if name in (found or {"variants": ()})["variants"]
+    ]
     rows = [_variant(records, known) for known in (*history, *today)]
     lines += table(["variant", *here, *there], rows)
     lines += [

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from attention_launches import Prompt
 from pyruntime.tools.synth import MODELS
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
@@ -23,8 +24,7 @@ from pyruntime.driver.library import Library
 from pyruntime.driver.memory import DeviceArray
 from pyruntime.driver.program import Program
 from pyruntime.driver.stream import Stream
-from pyruntime.model.live import LiveBlock
-from pyruntime.ops.attention import attention
+from pyruntime.ops.attention_choice import choose
 from pyruntime.ops.gemm import OUTPUTS, gemm
 
 ROTATED = 256 << 20  # bytes of weights that one timing goes through
@@ -89,15 +89,11 @@ def attentions(gpu: Gpu, case: Mapping[str, Any], nt: int) -> Contestants:
     out, torch_out = gpu.normal(nt, heads * head_dim)
     k, torch_k = gpu.normal(kv_heads, nt, head_dim)
     v, torch_v = gpu.normal(kv_heads, nt, head_dim)
-    block, ids = LiveBlock(gpu.device, nt), np.zeros(nt, np.int32)
-    block.upload(gpu.stream, ids, start=0, capacity=nt, k=k, v=v, wanted=ids[:1])
-    program = Program()
-    for _ in range(LAUNCHES):
-        attention(
-            program, gpu.library, q=q, out=out, live=block.live, sequences=block.sequences,
-            max_rows=nt, max_sequences=1, layer=0, heads=heads, kv_heads=kv_heads,
-            scale=head_dim**-0.5,
-        )  # fmt: skip
+    choice = choose(
+        gpu.library, head_dim=head_dim, heads=heads, kv_heads=kv_heads, max_rows=nt, max_keys=nt
+    )
+    prompt = Prompt(gpu.library, gpu.stream, q=q, out=out, k=k, v=v)
+    program = prompt.program(choice, LAUNCHES)
     by_head = torch_q.view(nt, heads, head_dim).transpose(0, 1)[None]
     keys, values = torch_k[None], torch_v[None]
 
@@ -109,13 +105,13 @@ def attentions(gpu: Gpu, case: Mapping[str, Any], nt: int) -> Contestants:
                 )
         return result
 
-    program.run(gpu.stream)
+    prompt.run(program)
     theirs = library(SDPBackend.CUDNN_ATTENTION, 1)[0].transpose(0, 1).reshape(nt, -1)
     apart = float((theirs.float() - torch_out.float()).abs().max())
     if not apart < 0.01:
         raise ArithmeticError(f"ours and cuDNN's results are {apart} apart")
     return {
-        "ours": lambda: program.run(gpu.stream),
+        "ours": lambda: prompt.run(program),
         **{name: partial(library, backend) for name, backend in BACKENDS.items()},
     }
 

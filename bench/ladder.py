@@ -21,7 +21,7 @@ from pyruntime.measure.records import save_record
 from pyruntime.measure.roofline import roofline
 from pyruntime.measure.wall import measure_wall
 
-VARIANTS = ("r46_base", "r46", "r48", "r50", "r57", "auto")
+VARIANTS = ("r46_base", "r46", "r48", "r50", "r57", "fast", "auto")
 TOKENS = (512, 2048, 3325, 8192)
 KEPT = ("device", "architecture", "cuda", "commit", "date", "model", "regime")
 

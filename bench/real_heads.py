@@ -134,10 +134,10 @@ def measure(args: argparse.Namespace, layers: list[Heads]) -> dict[str, Any]:
         watch = Stopwatch(gpu)
         for name, make in sets(layers).items():
             works = _works(gpu, case, make())
-            for choice, options in our_choices(gpu, head_dim, args.rows).items():
-                contestant = _one_by_one(gpu, works, options)
+            for name_of_ours, choice in our_choices(gpu, case, args.rows).items():
+                contestant = _one_by_one(gpu, works, choice)
                 graph = Graph(gpu, contestant, watch)
-                key = f"{name}: {choice}"
+                key = f"{name}: {name_of_ours}"
                 graphs[key], errors[key] = graph, _error(gpu, graph, works, key)
                 launches += contestant.launches
         readings = interleaved(
@@ -165,16 +165,15 @@ def _works(gpu: Any, case: Case, layers: list[Heads]) -> list[Any]:
     return works
 
 
-def _one_by_one(gpu: Any, works: list[Any], options: dict[str, Any]) -> Any:
-    """A contestant of which one call is that of every layer."""
+def _one_by_one(gpu: Any, works: list[Any], choice: Any) -> Any:
+    """A contestant of which one call is that of every layer; a layer's calls follow each other."""
     from attention_contestants import Contestant, ours
 
-    parts = [ours(gpu, work, **options) for work in works]
+    parts = [ours(gpu, work, choice) for work in works]
 
     def enqueue(calls: int) -> Any:
-        for _ in range(calls):
-            for part in parts:
-                result = part.enqueue(1)
+        for part in parts:
+            result = part.enqueue(calls)
         return result
 
     return Contestant(enqueue, parts[0].note, [x for part in parts for x in part.launches])
