@@ -20,6 +20,8 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -28,6 +30,9 @@ ROOT = Path(__file__).resolve().parents[1]
 RECORD = ROOT / "bench/results/device.json"
 SANITIZERS = ("memcheck", "racecheck", "initcheck", "synccheck")
 BENCHES = ("dequant", "gemm", "attention", "prefill")
+# They time what is short, or watch the device's free memory.
+ALONE = ("test_banks", "test_clock", "test_driver", "test_measure", "test_overlap")
+SIDE_BY_SIDE = 4
 SANITIZED = "gpu and smoke"  # the tests that run under the sanitizers
 
 
@@ -103,10 +108,12 @@ def _tree_hash(folder: str) -> str:
     return digest.hexdigest()
 
 
-def _pytest(marker: str, *, prefix: tuple[str, ...] = (), timeout: int) -> dict[str, Any]:
+def _pytest(
+    marker: str, *where: Path, prefix: tuple[str, ...] = (), timeout: int
+) -> dict[str, Any]:
     command = [
         *prefix, sys.executable, "-P", "-m", "pytest", "-q", "-m", marker, "-p", "no:cacheprovider",
-        "--timeout", str(timeout), "tests",
+        "--timeout", str(timeout), *map(str, where),
     ]  # fmt: skip
     run = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
                          text=True, check=False)  # fmt: skip
@@ -126,9 +133,21 @@ def _pytest(marker: str, *, prefix: tuple[str, ...] = (), timeout: int) -> dict[
 
 
 def _tests() -> dict[str, Any]:
-    result = _pytest("gpu", timeout=300)
-    del result["output"]
-    return result
+    """All GPU tests: files side by side, but those that mind company one by one, at the end."""
+    files = sorted((ROOT / "tests/gpu").glob("test_*.py"))
+    alone = [file for file in files if file.stem in ALONE]
+    together = sorted(set(files) - set(alone), key=lambda file: -file.stat().st_size)
+    with ThreadPoolExecutor(SIDE_BY_SIDE) as pool:
+        runs = list(pool.map(lambda file: _pytest("gpu", file, timeout=300), together))
+    runs += [_pytest("gpu", file, timeout=300) for file in alone]
+    counts: Counter[str] = Counter()
+    for run in runs:
+        counts.update(run["counts"])
+    return {
+        "passed": all(run["passed"] for run in runs),
+        "counts": dict(counts),
+        "failures": [failure for run in runs for failure in run["failures"]],
+    }
 
 
 def _sanitizers() -> dict[str, Any]:
@@ -136,20 +155,23 @@ def _sanitizers() -> dict[str, Any]:
     if not Path(tool).exists():
         print("compute-sanitizer is not installed", file=sys.stderr)
         return {"passed": False, "missing": "compute-sanitizer"}
-    results: dict[str, Any] = {}
-    for name in SANITIZERS:
-        options = ["--tool", name, "--error-exitcode", "86", "--launch-timeout", "0"]
-        if name == "memcheck":
-            options += ["--padding", "64"]
-        run = _pytest(SANITIZED, prefix=(tool, *options), timeout=480)
-        found = re.search(
-            r"ERROR SUMMARY: (\d+) error|RACECHECK SUMMARY: (\d+) hazard", run.pop("output")
-        )
-        run["findings"] = int(found[1] or found[2]) if found else None
-        run["passed"] &= run["findings"] == 0
-        results[name] = run
-        print(f"{name}: {run['findings']} findings, {run['counts']}", flush=True)
+    with ThreadPoolExecutor(len(SANITIZERS)) as pool:
+        runs = pool.map(lambda name: _sanitizer(tool, name), SANITIZERS)
+        results = dict(zip(SANITIZERS, runs, strict=True))
     return {"passed": all(r["passed"] for r in results.values()), **results}
+
+
+def _sanitizer(tool: str, name: str) -> dict[str, Any]:
+    options = ["--tool", name, "--error-exitcode", "86", "--launch-timeout", "0"]
+    if name == "memcheck":
+        options += ["--padding", "64"]
+    run = _pytest(SANITIZED, ROOT / "tests", prefix=(tool, *options), timeout=480)
+    found = re.search(r"ERROR SUMMARY: (\d+) error|RACECHECK SUMMARY: (\d+) hazard", run["output"])
+    del run["output"]
+    run["findings"] = int(found[1] or found[2]) if found else None
+    run["passed"] &= run["findings"] == 0
+    print(f"{name}: {run['findings']} findings, {run['counts']}", flush=True)
+    return run
 
 
 def _bench() -> dict[str, Any]:
