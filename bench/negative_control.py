@@ -52,10 +52,7 @@ BROKEN = {
         "",
     ),
 }
-CHANGES = {
-    "sound: as it is": ("namespace attention {\n\ntemplate", "namespace attention {\n\ntemplate")
-}
-CHANGES |= BROKEN
+CHANGES: dict[str, tuple[str, str] | None] = {"sound: as it is": None, **BROKEN}
 HEADS, KV_HEADS, HEAD_DIM = 4, 2, 128
 ROWS, KEYS = 700, 900
 
@@ -68,9 +65,10 @@ def build(folder: Path) -> None:
             cuda = Path(shutil.copytree(ROOT / "cuda", Path(scratch) / "cuda"))
             source = cuda / KERNEL.relative_to(ROOT / "cuda")
             text = source.read_text()
-            if text.count(change[0]) != 1:
+            if change is not None and text.count(change[0]) != 1:
                 raise SystemExit(f"{KERNEL.name} does not hold this once: {change[0]!r}")
-            source.write_text(text.replace(*change))
+            if change is not None:
+                source.write_text(text.replace(*change))
             target = folder / name.split(":")[0] / "sm_90a"
             target.mkdir(parents=True)
             shutil.copy(root() / "manifest.json", target.parent)
@@ -190,7 +188,7 @@ def main() -> int:
         print(f"{name:40} {found[name]}", flush=True)
         save_record(args.save, "negative-control", record | {"builds": found})
     sound, *broken = found.values()
-    told = any(f["alone"] != "right" or f["hazards"] for f in broken)
+    told = any(f["alone"] != "right" or f["hazards"] for f in broken)  # which ones: the record
     return int(sound != {"alone": "right", "racecheck": "right", "hazards": 0} or not told)
 
 

@@ -18,7 +18,8 @@
 //
 // KERNEL waits before `run`. A family that declares `static constexpr bool kWaitsItself = true`
 // calls ptx::dependency_wait() itself, after a prologue that reads nothing but what no kernel of
-// the program writes: weights, and the live block and sequence table, which copies fill before.
+// the program writes: weights, counts of rows and the sequence table, which copies fill before, and
+// what kernels wrote that held the next.
 //
 // A family that declares `kHoldsNext = true` lets nothing start before it has written its results:
 // all kernels after it may read them before they wait, from L2 (an L1 cache may be older).

@@ -5,7 +5,8 @@
 // over key tiles (FlashAttention-2's loop order), with the running maximum m and sum l of the
 // online softmax: m' = max(m, S), P = exp(S - m'), l and O times exp(m - m'), l += sum(P),
 // O += P V; at the end O / l. A row sees the last `window` of its keys, its own included
-// (INT32_MAX: all of them). With Cap the scores are softcap tanh(scale / softcap Q K^T) (Gemma 2).
+// (a huge number: all of them). With Cap the scores are softcap tanh(scale / softcap Q K^T) (Gemma
+// 2).
 //
 // Grid: (heads, sequences, row tiles of the longest sequence). Row tiles are counted from the end
 // of a sequence, so the longest ones start first over all heads, and a partial tile is the one with

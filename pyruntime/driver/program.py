@@ -96,7 +96,8 @@ class Program:
         """Enqueues every launch on `stream` and counts it; the device's context must be current.
 
         What kernels read before they wait for the one before must not be written by any launch of
-        the run: weights, counts of rows, and the live block.
+        the run: weights, counts of rows, the sequence table. (But a kernel that lets no other start
+        before it has written may write what later ones read so: see spec.cuh.)
 
         Args:
             then: programs whose launches follow, as if they were this one's.

@@ -20,7 +20,7 @@ class Cache:
     With kv_dtype "e4m3" they are uint8 codes, each row times its scale: `k_scale` and `v_scale`,
     float32 [layers, kv heads, capacity], which are None otherwise. The first `length` positions are
     filled. `arrays` are all of them, with the tensor maps of a float16 one; `owner` is the model
-    that may use it.
+    that may use it, if any.
     """
 
     def __init__(

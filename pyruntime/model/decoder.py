@@ -27,7 +27,7 @@ from pyruntime.ops.rows import embed, gather
 from pyruntime.ops.softcap import softcap
 from pyruntime.ops.widen import widen
 
-PROGRAMS = 32  # recorded programs kept, one per prompt length
+PROGRAMS = 32  # recorded programs kept: one per length of a pass, with a cache before or not
 TABLE_ROWS = 1 << 16  # positions whose rotary table is made on the host at a time
 GATES = {"silu": "swiglu", "gelu": "geglu"}  # epilogues by activation
 # What can leave fp16's range in a layer, in order of computation; see `site_name`.
@@ -116,10 +116,10 @@ class Decoder:
 
     def reserve_positions(self, positions: int) -> None:
         """Makes the rotary tables, and `staging` if there is one, cover `positions` positions."""
-        if self._tables and self._tables[0][0].shape[0] >= positions:
+        if positions <= self.positions:
             return
         if self._kv_dtype != "f16":  # no program holds its address: the live block does
-            self.staging = Cache(self, self._library, self.config, positions, layers=1)
+            self.staging = Cache(None, self._library, self.config, positions, layers=1)
         shape = (positions, self.config.rope.dim // 2)
         tables = []
         for form in self.config.ropes:
@@ -135,6 +135,11 @@ class Decoder:
             tables.append((cosines, sines))
         self._programs.clear()  # they hold the old tables' addresses
         self._tables = tables
+
+    @property
+    def positions(self) -> int:
+        """What the rotary tables and `staging` cover."""
+        return self._tables[0][0].shape[0] if self._tables else 0
 
     def program(self, rows: int, *, every_row: bool, fresh: bool) -> Program:
         """Everything up to the output norm, for `rows` rows; the result is `normed`.
@@ -254,19 +259,19 @@ class Decoder:
     def _schedules(self, rows: int, keys: int | None) -> dict[int | None, Schedule]:
         """How attention is divided, by window."""
         c, live = self.config, self.live
-        choice = choose(
-            self._library, head_dim=c.head_dim, heads=c.heads, kv_heads=c.kv_heads, max_rows=rows,
-            max_keys=keys, windowed=c.window is not None, capped=c.score_cap is not None,
-            variant=self._variant,
-        )  # fmt: skip
-        return {
-            window: Schedule(
+        found: dict[int | None, Schedule] = {}
+        for place, window in enumerate(c.windows):
+            choice = choose(
+                self._library, head_dim=c.head_dim, heads=c.heads, kv_heads=c.kv_heads,
+                max_rows=rows, max_keys=keys, window=window, capped=c.score_cap is not None,
+                variant=self._variant,
+            )  # fmt: skip
+            found[window] = Schedule(
                 self._library, choice, live=live.live, sequences=live.sequences, heads=c.heads,
                 kv_heads=c.kv_heads, max_rows=rows, max_sequences=1, window=window,
                 workspace=self._workspace, place=place,
-            )
-            for place, window in enumerate(c.windows)
-        }  # fmt: skip
+            )  # fmt: skip
+        return found
 
     def _attention(self, p: Program, schedule: Schedule, layer: int, rows: int, site: int) -> None:
         """From `qkv` to `attended`, storing K and V in the cache on the way."""

@@ -179,7 +179,10 @@ class GpuModel:
         if tokens < 1:
             raise ValueError(f"a cache for {tokens} tokens: at least 1 is needed")
         with self._entry():
-            self._check_memory(cache_bytes(self.config, tokens, self.kv_dtype), None)
+            needs = cache_bytes(self.config, tokens, self.kv_dtype)
+            if tokens <= self._decoder.positions:  # what caches share is there already
+                needs = {"kv_cache": needs["kv_cache"]}
+            self._check_memory(needs, None)
             self._decoder.reserve_positions(tokens)
             return Cache(self, self.library, self.config, tokens, self.kv_dtype)
 
@@ -323,7 +326,7 @@ def _check_sizes(file: GGUFFile, c: ModelConfig, library: Library, attention: st
     try:
         choose(
             library, head_dim=c.head_dim, heads=c.heads, kv_heads=c.kv_heads, max_rows=1,
-            windowed=c.window is not None, capped=c.score_cap is not None, variant=attention,
+            window=c.window, capped=c.score_cap is not None, variant=attention,
         )  # fmt: skip
     except UnsupportedModelError as error:
         raise UnsupportedModelError(f"{file.path}: {error}") from None

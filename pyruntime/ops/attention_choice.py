@@ -84,7 +84,7 @@ def choose(
     max_rows: int,
     max_keys: int | None = None,
     max_sequences: int = 1,
-    windowed: bool = False,
+    window: int | None = None,
     capped: bool = False,
     variant: str = "auto",
 ) -> Choice:
@@ -92,7 +92,7 @@ def choose(
 
     Args:
         max_keys: that the last row sees; many if it is not known.
-        windowed, capped: whether there will be a window, a soft-cap.
+        window: keys that a row sees, if not all. capped: whether there will be a soft-cap.
         variant: "auto" (the fastest), "invariant" (the fastest of those that give a row the same
             bits whatever its neighbours are and however its prompt was cut), or a key of
             `variants`; "-" is as good as "_" in it.
@@ -107,15 +107,17 @@ def choose(
     found: dict[str, list[Kernel]] = {}
     for kernel in library.family("attention"):
         tile = kernel.spec.tile
-        if tile["hd"] == head_dim and serves(kernel.spec, windowed=windowed, capped=capped):
+        if tile["hd"] == head_dim and serves(
+            kernel.spec, windowed=window is not None, capped=capped
+        ):
             found.setdefault(str(tile["variant"]), []).append(kernel)
     named = [found[name] for name in names if name in found]
     if not named:
-        needs = " with a sliding window" * windowed + " with capped scores" * capped
+        needs = " with a sliding window" * (window is not None) + " with capped scores" * capped
         raise _missing(library, head_dim, variant, names, needs)
     if invariant:
         named = named[:1]
-    keys = max_keys or max_rows + _LONG
+    keys = max_rows + _LONG if max_keys is None else max_keys
     choices = []
     for kernels in named:
         if not Choice(kernels[0]).scheduled:
@@ -127,7 +129,8 @@ def choose(
         choices += [c for k in kernels for c in packings(k, heads, kv_heads, not invariant)]
     sm_count = library.device.sm_count
     return min(
-        choices, key=lambda c: _microseconds(c, heads, max_rows, keys, max_sequences, sm_count)
+        choices,
+        key=lambda c: _microseconds(c, heads, max_rows, keys, window, max_sequences, sm_count),
     )
 
 
@@ -150,12 +153,19 @@ def _widest(library: Library, kernels: list[Kernel], max_rows: int, columns: int
 
 
 def _microseconds(
-    choice: Choice, heads: int, rows: int, keys: int, sequences: int, sm_count: int
+    choice: Choice,
+    heads: int,
+    rows: int,
+    keys: int,
+    window: int | None,
+    sequences: int,
+    sm_count: int,
 ) -> float:
     """Of one launch for `sequences` prompts of this size."""
     tile = choice.kernel.spec.tile
     tiles, step = -(-rows // choice.tokens), int(tile["tkv"])
-    lengths = [-(-(keys - i * choice.tokens) // step) for i in range(tiles)]
+    seen = keys if window is None else window + choice.tokens + step
+    lengths = [-(-min(keys - i * choice.tokens, seen) // step) for i in range(tiles)]
     columns = sequences * heads // choice.pack
     level = columns * sum(lengths) / sm_count  # key tiles of an SM
     if not choice.scheduled:

@@ -43,6 +43,8 @@ class Workspace:
         max_sequences: int,
         schedules: int = 1,
     ) -> None:
+        self.head_dim, self.heads, self.schedules = head_dim, heads, schedules
+        self.max_rows, self.max_sequences = max_rows, max_sequences
         layout = workspace_layout(head_dim, heads, max_rows, max_sequences, schedules)
         self.arrays: dict[str, DeviceArray] = {}
         try:
@@ -117,8 +119,8 @@ class Schedule:
             choice.kernel.spec, windowed=True, capped=bool(choice.kernel.spec.tile.get("cap", 0))
         ):
             raise ValueError(f"attention: {choice.kernel.name} knows no window")
-        if choice.scheduled and workspace is None:
-            raise ValueError(f"attention: {choice.kernel.name} needs a workspace")
+        if choice.scheduled:
+            _check(library, choice, workspace, heads, max_rows, max_sequences, place)
         self.choice = choice
         self.live, self.sequences = live, sequences
         self.heads, self.kv_heads = heads, kv_heads
@@ -137,7 +139,7 @@ class Schedule:
         (kernel,) = self._library.family("schedule")
         choice, arrays = self.choice, self._arrays
         columns, workers = self.heads // choice.pack, self.workers
-        # With this many tiles each worker has several of the longest: nothing is ever split.
+        # With this many tiles each worker has several of the longest: nothing to gain.
         busy = -(-self.max_rows // choice.tokens) * columns >= 4 * workers
         splits = choice.splits and not busy
         program.add(
@@ -173,6 +175,36 @@ class Schedule:
             "heads": self.heads,
             "kv_heads": self.kv_heads,
         }
+
+
+def _check(
+    library: Library,
+    choice: Choice,
+    workspace: Workspace | None,
+    heads: int,
+    max_rows: int,
+    max_sequences: int,
+    place: int,
+) -> None:
+    """Refuses what the lists or the sums of a scheduled kernel have no room for."""
+    if workspace is None:
+        raise ValueError(f"attention: {choice.kernel.name} needs a workspace")
+    w, head_dim = workspace, choice.kernel.spec.tile["hd"]
+    if (head_dim, heads) != (w.head_dim, w.heads):
+        raise ValueError(
+            f"attention: {heads} heads of {head_dim} dims in a workspace for {w.heads} of "
+            f"{w.head_dim}"
+        )
+    if max_rows > w.max_rows or max_sequences > w.max_sequences or not 0 <= place < w.schedules:
+        raise ValueError(
+            f"attention: {max_rows} rows, {max_sequences} sequences, place {place} in a workspace "
+            f"for {w.max_rows}, {w.max_sequences}, {w.schedules} schedules"
+        )
+    (maker,) = library.family("schedule")
+    if not 1 <= max_sequences <= (most := int(maker.spec.tile["sequences"])):
+        raise ValueError(f"attention: {max_sequences} sequences; a schedule holds 1 to {most}")
+    if (workers := choice.workers(library.device.sm_count)) > _WORKERS:
+        raise ValueError(f"attention: {workers} blocks at work; a workspace is for {_WORKERS}")
 
 
 def map_boxes(library: Library, head_dim: int) -> list[int]:

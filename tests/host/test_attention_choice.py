@@ -11,6 +11,7 @@ from pyruntime.cubin.installed import manifest, root
 from pyruntime.cubin.spec import read_specs
 from pyruntime.driver.library import Kernel
 from pyruntime.errors import UnsupportedModelError
+from pyruntime.ops import attention_choice
 from pyruntime.ops.attention_choice import Choice, choose, packings, variants
 
 HEAD_DIMS = [64, 96, 128, 256]
@@ -110,6 +111,18 @@ def scheduled(library: Any, head_dim: int, *, capped: bool, splits: bool = True)
     ]
 
 
+def test_the_model_of_speed_knows_every_scheduled_kernel(hopper: Any) -> None:
+    """One more row of the table is one more entry, or none."""
+    found = [Choice(kernel) for kernel in hopper.family("attention")]
+    shapes = {(c.warpgroups, int(c.kernel.spec.tile["blocks"])) for c in found if c.scheduled}
+    assert shapes == set(attention_choice._WAITING)
+
+
+def test_a_window_is_all_that_a_continuation_pays_for(hopper: Any) -> None:
+    near = pick(hopper, 128, 64, max_keys=3000, window=512)
+    assert pick(hopper, 128, 64, max_keys=30000, window=512) == near
+
+
 @pytest.mark.parametrize(
     ("head_dim", "capped"), [*((n, False) for n in HEAD_DIMS), (128, True), (256, True)]
 )
@@ -118,7 +131,7 @@ def test_invariant_is_one_key_tile_and_never_splits(
 ) -> None:
     found = [
         pick(hopper, head_dim, rows, "invariant", max_keys=keys, max_sequences=sequences,
-             capped=capped, windowed=windowed)
+             capped=capped, window=100 if windowed else None)
         for rows in (1, 16, 128, 512, 2048, 8192)
         for keys in (None, rows, rows + 30000)
         for sequences in (1, 64)
@@ -171,21 +184,21 @@ def test_windows_are_for_every_fast_kernel_and_caps_for_some(
     library: Any, hopper: Any, head_dim: int
 ) -> None:
     plain = pick(library, head_dim, 1)
-    assert pick(library, head_dim, 1, windowed=True) == plain
+    assert pick(library, head_dim, 1, window=100) == plain
     for kernels in (library, hopper):
         if head_dim < 128:
             with pytest.raises(UnsupportedModelError, match=f"dim {head_dim} with capped scores; "):
                 pick(kernels, head_dim, 1, capped=True)
         else:
             for rows in (1, 5000):
-                tile = pick(kernels, head_dim, rows, capped=True, windowed=True).kernel.spec.tile
+                tile = pick(kernels, head_dim, rows, capped=True, window=100).kernel.spec.tile
                 assert tile["cap"] == 1 and tile["hd"] == head_dim
 
 
 @pytest.mark.parametrize("name", LADDER)
 def test_the_ladder_refuses_windows_and_caps(library: Any, name: str) -> None:
     with pytest.raises(UnsupportedModelError, match=f"'{name}' .* 128 with a sliding window; "):
-        pick(library, 128, 1, name, windowed=True)
+        pick(library, 128, 1, name, window=100)
     with pytest.raises(UnsupportedModelError, match=f"'{name}' .* 128 with capped scores; "):
         pick(library, 128, 1, name, capped=True)
 

@@ -68,6 +68,30 @@ def test_schedules_refuse(library: Library) -> None:
     schedule(library, ladder)
 
 
+def test_schedules_refuse_what_their_workspace_is_too_small_for(library: Library) -> None:
+    """What a kernel would write past its end."""
+    choice = Choice(kernel(library, variant="wgmma", hd=64))
+    room = workspace(library)
+    for change, text in (
+        ({"workspace": None}, "needs a workspace"),
+        ({"heads": 8}, "8 heads of 64 dims in a workspace for 4 of 64"),
+        ({"max_rows": 6}, "6 rows, 1 sequences, place 0 in a workspace for 5, 1, 1 schedules"),
+        ({"max_sequences": 2}, "5 rows, 2 sequences"),
+        ({"place": 1}, "place 1 "),
+        ({"place": -1}, "place -1 "),
+    ):
+        with pytest.raises(ValueError, match=f"attention: .*{text}"):
+            schedule(library, choice, **({"workspace": room} | change))
+    with pytest.raises(ValueError, match="4 heads of 64 dims in a workspace for 4 of 128"):
+        wide = Workspace(library, head_dim=128, heads=4, max_rows=5, max_sequences=1)
+        schedule(library, choice, workspace=wide)
+    many = Workspace(library, head_dim=64, heads=4, max_rows=5, max_sequences=5000)
+    schedule(library, choice, workspace=many, max_sequences=4096)
+    with pytest.raises(ValueError, match="4097 sequences; a schedule holds 1 to 4096"):
+        schedule(library, choice, workspace=many, max_sequences=4097)
+    schedule(library, choice, workspace=room)
+
+
 def test_scheduled_kernels_refuse(library: Library) -> None:
     own = kernel(library, variant="wgmma", hd=64)
     with pytest.raises(ValueError, match="attention: 3 heads in a tile of 4/2"):

@@ -14,13 +14,15 @@
 // shuffle: the accumulator layout of S, rounded to fp16, is the operand layout of P V. Tiles that
 // the causal edge or the window's edge crosses are masked; between them nothing is compared.
 //
-// Softmax: a row keeps its maximum until it is exceeded by 2^kLazy; only then are O and the sum
-// scaled. The decision is the row's own, its key tiles are counted from position 0, and a tile that
-// is wholly masked changes no bit: so its result depends on BN and on where the schedule splits,
-// but not on neighbours, tiles, chunks of a prompt or pack.
+// Softmax: a row keeps its maximum until a score is kLazy above it in the exponent of 2, so that P
+// stays below 2^kLazy; only then are O and the sum scaled. The decision is the row's own, its key
+// tiles are counted from position 0, and a tile that is wholly masked changes no bit: so its result
+// depends on BN and on where the schedule splits, but not on neighbours, tiles, chunks of a prompt
+// or pack.
 //
 // Keys past the sequence's end are zeros of the copy or whatever the cache holds there: of K they
-// are masked, of V set to zero in shared memory, since 0 * NaN is not 0.
+// are masked, of V set to zero in shared memory, since 0 * NaN is not 0. Keys before a window that
+// share a key tile with its first are weighed with 0: they are the cache's, and finite.
 //
 // Planes: 64 dims of all rows of a tile are one box of the 128-byte swizzle, so head dims of 96
 // take the room of 128. O leaves through a warpgroup's own rows of Q.
@@ -39,7 +41,7 @@
   P(int32_t*, counters)    /* [2]: parts taken, blocks through; zero between launches */         \
   P(float*, partial)       /* O of split parts: [slots][warpgroups][registers][128] */           \
   P(float4*, partial_rows) /* their m and l: [slots][warpgroups][128] */                         \
-  P(uint32_t*, arrived)    /* [groups * columns][warpgroups], zero between launches */           \
+  P(uint32_t*, arrived)    /* [groups][warpgroups], zero between launches */                     \
   P(__half*, o)            /* [rows][heads][head dim] */                                         \
   P(int32_t, box)          /* which of a sequence's pairs of maps has boxes of BN keys */        \
   P(int32_t, layer)                                                                              \
@@ -48,7 +50,7 @@
   P(int32_t, pack)    /* 1, or heads / kv_heads; at most 64 */                                   \
   P(int32_t, inverse) /* 65536 / pack, rounded up: n / pack = n * inverse >> 16, n <= 64 */      \
   P(int32_t, window)  /* keys a row sees, itself included */                                     \
-  P(float, scale)     /* of scores, times log2(e); Capped: see Consumer::cap */                  \
+  P(float, scale)     /* of scores, times log2(e); Capped: see Consumer::bound */                \
   P(float, cap)
 
 #define ATTENTION_WGMMA_PLANES(P, A)                \
@@ -528,15 +530,13 @@ struct Wgmma {
              float4{top[0], top[1], sum[0], sum[1]});
       __threadfence();
       ptx::named_barrier<128>(1 + WGS + wg);
-      uint32_t before = 0;
+      // One thread hears whether this part is the last; the others from where it will be said
+      // again.
+      volatile int32_t* const last = &s.writes[(q_count - 1) % QStages][wg];
       if (lane == 0 && warp == 0)
-        before = atomicInc(p.arrived + part.group * WGS + wg, part.parts - 1);
-      // One thread knows: through a word of shared memory that nobody uses at this time.
-      int32_t* const word = &s.writes[(q_count - 1) % QStages][wg];
-      if (lane == 0 && warp == 0) *reinterpret_cast<volatile int32_t*>(word) = before;
+        *last = atomicInc(p.arrived + part.group * WGS + wg, part.parts - 1) == part.parts - 1;
       ptx::named_barrier<128>(1 + WGS + wg);
-      const bool last = *reinterpret_cast<volatile int32_t*>(word) == part.parts - 1;
-      if (!last) return false;
+      if (!*last) return false;
       __threadfence();
       top[0] = top[1] = kNothing;
       for (int i = 0; i < part.parts; ++i) {
@@ -563,7 +563,8 @@ struct Wgmma {
       return true;
     }
 
-    // O / sum as fp16 over this warpgroup's rows of Q, which nobody reads any more.
+    // O / sum as fp16 over this warp's rows of Q. A sibling may still multiply its own: a warp's
+    // part of a product reads no other rows of A.
     __device__ __forceinline__ void stage_output(int stage) {
       float share[2];
 #pragma unroll

@@ -26,7 +26,7 @@
   P(int32_t, columns)        /* heads, or K/V heads, that each part is done for */    \
   P(int32_t, kv_heads)                                                                \
   P(int32_t, key_bytes) /* of a key and its value, one head */                        \
-  P(int32_t, workers)   /* blocks or clusters that work at a time */
+  P(int32_t, workers)   /* blocks that work at a time */
 
 #define SCHEDULE_PLANES(P, A)                \
   P(16, int32_t, tiles_before, [kSequences]) \
@@ -47,8 +47,6 @@ struct Schedule {
   static constexpr int kBuckets = 1024;
   static constexpr int kLeast = 3;  // key tiles of a piece: fewer are left with their neighbours
   static constexpr int kPieceCost = 3;  // of a piece beside its key tiles, in key tiles
-  // Adding up a tile's pieces takes its last one about a key tile's time for each: more pieces than
-  // the root of its length cost more time than they save.
   static constexpr int64_t kSectionBytes = 40 << 20;  // of K and V that L2 keeps beside all else
   static_assert(Threads == kBuckets);
   static constexpr spec::Tile tile() { return spec::Tile{}.with("sequences", kSequences); }
@@ -111,6 +109,8 @@ struct Schedule {
     // Tiles longer than half of the longest are done in full rounds, at worst.
     const int rounds = (s.large * p.columns + p.workers - 1) / p.workers;
     const int64_t whole = max(int64_t(rounds) * s.longest, all / p.workers);
+    // Adding up a tile's pieces takes its last one about a key tile's time for each: more pieces
+    // than the root of its length cost more time than they save.
     const int piece =
         max(max(int((all + p.workers - 1) / p.workers), kLeast), int(sqrtf(float(s.longest))));
     const bool fits = tiles <= kThreads && tiles * p.columns + p.workers <= p.max_split;
