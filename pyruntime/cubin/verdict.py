@@ -68,7 +68,8 @@ def decide(
     """The verdict: rewrite, small lever, book it, close, or undecided; the first rule that applies.
 
     Args:
-        unknown: lines of evidence that are missing, and so may hide a finding.
+        unknown: lines of evidence that are missing, and so may hide a finding. Below the bar the
+            cost decides without them; above it a rewrite may hide in an unknown structure.
     """
     levers = [finding.lever for finding in findings if finding.lever]
     bar, value = f"the bar of {cost.bar:.1%}", cost.value
@@ -81,7 +82,8 @@ def decide(
     if value is not None and value < cost.bar:
         if levers:
             return Verdict("book it", f"the mechanism is real, but {value:.2%} is below {bar}")
-        return Verdict("close", f"no lever is seen, and {value:.2%} is below {bar}")
+        missing = f" (unknown: {', '.join(unknown)})" if unknown else ""
+        return Verdict("close", f"no lever is seen{missing}, and {value:.2%} is below {bar}")
     if not levers and unknown:
         return Verdict("undecided", f"no lever is seen; unknown: {', '.join(unknown)}")
     if not levers and value is not None:
@@ -92,4 +94,6 @@ def decide(
         return Verdict("undecided", "the possible gain is unknown (--gain, or a record with peaks)")
     if Lever.REWRITE in levers:
         return Verdict("rewrite", f"{value:.2%} clears {bar}, and the structure is at fault")
+    if "structure" in unknown:
+        return Verdict("undecided", f"{value:.2%} clears {bar}, but the structure is unknown")
     return Verdict("small lever", f"{value:.2%} clears {bar}, and the structure may stay")

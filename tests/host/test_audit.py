@@ -111,6 +111,10 @@ SMALL, BIG = Finding("x", "", Lever.SMALL), Finding("x", "", Lever.REWRITE)
         (0.098, 1 / 0.89, [BIG, SMALL], [], "book it"),  # 11 % less time of 9.8 %: 1.08 %
         (0.102, 2.43, [BIG, SMALL], [], "rewrite"),  # 6.0 %
         (0.102, 2.43, [SMALL], [], "small lever"),
+        (0.102, 2.43, [SMALL], ["behaviour"], "small lever"),  # which asks for no rewrite
+        (0.102, 2.43, [SMALL], ["structure"], "undecided"),  # which may
+        (0.102, 2.43, [BIG], ["structure"], "rewrite"),
+        (0.102, 1.1, [SMALL], ["structure"], "book it"),  # the cost decides
         (0.102, None, [SMALL], [], "undecided"),
         (0.102, 1.1, [], [], "close"),
         (0.102, None, [], ["behaviour"], "undecided"),
@@ -278,6 +282,15 @@ def test_the_command_without_nvdisasm(
     assert "no lever is seen; unknown: structure, behaviour\n" in out
     assert "structure: unknown: nvdisasm was not found" in out
     assert "contract: kept: 128 threads, 24 B of parameters" in out
+    # 4 of 64 warps: a lever, but a small one only if the structure is sound.
+    wide = ["audit", "row_sum", str(DATA / "triton-sm_90a.cubin"), "--dynamic", "200000"]
+    worth = ["--share", "10.2%", "--gain", "2.43"]
+    assert main([*wide, *worth]) == 0
+    rule = "6.00% clears the bar of 1.5%, but the structure is unknown"
+    assert f"verdict: undecided: {rule}\n" in capsys.readouterr().out
+    assert main([*wide, *worth, "--json"]) == 0
+    verdict = json.loads(capsys.readouterr().out)["verdict"]
+    assert verdict == {"word": "undecided", "rule": rule}
 
 
 @pytest.fixture
