@@ -14,11 +14,12 @@ from pyruntime.cubin.elf import Elf
 from pyruntime.errors import ArchMismatchError, CubinError
 
 _ARCH = re.compile(r"(\d+)([af]?)")
+_VARIABLE = "PYRUNTIME_CUBINS"
 
 
 def root() -> Path:
     """The folder that holds `manifest.json` and one folder `sm_<arch>` per architecture."""
-    override = os.environ.get("PYRUNTIME_CUBINS")
+    override = os.environ.get(_VARIABLE)
     # Through importlib, since an editable install keeps data files apart from the sources.
     return Path(override) if override else Path(str(files("pyruntime").joinpath("cubins")))
 
@@ -27,12 +28,16 @@ def manifest() -> dict[str, Any]:
     """What the build recorded: `nvcc`, `nvcc_version`, `flags`, `architectures`.
 
     Raises:
-        CubinError: there are no cubins (a source tree that was never built), or no valid manifest.
+        CubinError: there are no cubins (a source tree that was never built, or a wrong
+            `PYRUNTIME_CUBINS`), or no valid manifest.
     """
     path = root() / "manifest.json"
     try:
         record = json.loads(path.read_text())
     except FileNotFoundError:
+        if os.environ.get(_VARIABLE):
+            lacks = f"there is no {path.name}" if path.parent.is_dir() else "no such folder"
+            raise CubinError(f"{_VARIABLE}={path.parent}: {lacks}") from None
         raise CubinError(
             f"no cubins in {path.parent}: this copy of pyruntime is a source tree that was not "
             "built; run 'pip install .' there, then use the installed package from another folder"

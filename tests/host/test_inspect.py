@@ -64,6 +64,18 @@ def test_a_file_without_device_code_is_an_error(capsys: pytest.CaptureFixture[st
     assert capsys.readouterr().err.startswith("pyruntime inspect: /bin/sh: no device code")
 
 
+def test_a_folder_of_cubins_that_is_none_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for folder, lacks in (
+        (tmp_path / "x", "no such folder"),
+        (tmp_path, "there is no manifest.json"),
+    ):
+        monkeypatch.setenv("PYRUNTIME_CUBINS", str(folder))
+        assert main(["inspect"]) == 2
+        assert f": PYRUNTIME_CUBINS={folder}: {lacks}\n" in capsys.readouterr().err
+
+
 def test_the_installed_cubins_on_every_architecture(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["inspect", "--json"]) == 0
     cubins = json.loads(capsys.readouterr().out)["cubins"]
