@@ -21,7 +21,7 @@ from pyruntime.errors import InputError, ToolError
 
 from . import devices
 from .audit_text import record, text
-from .kernels import kernels_named, variant_for
+from .kernels import kernels_named, refuse_fixed, variant_for
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -87,6 +87,7 @@ def _audit(args: argparse.Namespace) -> tuple[Audit, list[str]]:
     kernel, runs = variant_for(limits, variants)
     if not runs:
         raise InputError(f"{kernel.name}: none of {', '.join(variants)} runs on {limits.device}")
+    refuse_fixed([kernel], threads=args.threads, dynamic=args.dynamic)
     instructions, reason = None, ""
     try:
         (instructions,) = disassemble([kernel])

@@ -10,7 +10,7 @@ from pyruntime.cubin.facts import KernelFacts
 from pyruntime.cubin.installed import architecture_for
 from pyruntime.cubin.limits import Limits
 from pyruntime.cubin.records import kernels_of, read_all
-from pyruntime.errors import CubinError
+from pyruntime.errors import CubinError, InputError
 
 
 def kernels_named(
@@ -35,6 +35,19 @@ def kernels_named(
         some = ", ".join(names[:20]) + (", …" if len(names) > 20 else "")
         raise CubinError(f"no kernel {pattern}; there are: {some or 'none'}")
     return found, unread
+
+
+def refuse_fixed(
+    kernels: Iterable[KernelFacts], *, threads: int | None, dynamic: int | None
+) -> None:
+    """Refuses another size than that which every one of the kernels fixes. Raises InputError."""
+    chosen = list(kernels)
+    for option, given, fixed in (
+        ("--threads", threads, [kernel.threads for kernel in chosen]),
+        ("--dynamic", dynamic, [kernel.dynamic_shared for kernel in chosen]),
+    ):
+        if given is not None and not {None, given} & set(fixed):
+            raise InputError(f"{option} {given}: {chosen[0].name} fixes it itself, at {fixed[0]:,}")
 
 
 def variant_for(limits: Limits, variants: dict[str, KernelFacts]) -> tuple[KernelFacts, bool]:

@@ -19,7 +19,7 @@ from pyruntime.cubin.occupancy import Demand
 from pyruntime.cubin.records import demand_of
 
 from . import devices
-from .kernels import kernels_named, variant_for
+from .kernels import kernels_named, refuse_fixed, variant_for
 from .tables import shown, table
 
 
@@ -47,6 +47,8 @@ def main(argv: list[str] | None = None) -> int:
 
         return report(args.geometry, chosen, json=args.json, everything=args.all)
     kernels, unread = kernels_named(args.kernel, args.paths)
+    every = (kernel for variants in kernels.values() for kernel in variants.values())
+    refuse_fixed(every, threads=args.threads, dynamic=args.dynamic)
     records = [
         _record(variants, chosen, args.threads, args.dynamic) for variants in kernels.values()
     ]

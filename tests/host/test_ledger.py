@@ -54,6 +54,19 @@ def test_a_foreign_kernel_is_not_guessed_at(capsys: pytest.CaptureFixture[str]) 
     assert "give --dynamic BYTES and --threads N" in out
 
 
+@pytest.mark.parametrize("command", ["ledger", "audit"])
+def test_what_a_kernel_fixes_is_not_asked_for(
+    command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tile = [command, "tile_t128", str(DATA / "nvcc-13.0-sm_90a.cubin")]
+    for option, fixed in (("--dynamic", 6272), ("--threads", 128)):
+        assert main([*tile, option, "5"]) == 2
+        told = f"pyruntime {command}: {option} 5: tile_t128 fixes it itself, at {fixed:,}\n"
+        assert capsys.readouterr().err == told
+        assert main([*tile, option, str(fixed)]) == 0
+    assert main(["ledger", "*", tile[2], "--dynamic", "5"]) == 0  # some need it
+
+
 def test_an_unknown_kernel_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["ledger", "nope", str(DATA / "triton-sm_90a.cubin")]) == 2
     assert "no kernel nope; there are: row_sum" in capsys.readouterr().err
