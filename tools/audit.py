@@ -21,7 +21,7 @@ from pyruntime.errors import InputError, ToolError
 
 from . import devices
 from .audit_text import record, text
-from .kernels import kernels_named, refuse_fixed, variant_for
+from .kernels import kernels_named, listed, refuse_fixed, variant_for
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -81,7 +81,7 @@ def speed_up(text: str) -> float:
 def _audit(args: argparse.Namespace) -> tuple[Audit, list[str]]:
     named, unread = kernels_named(args.kernel, args.paths)
     if len(named) > 1:
-        raise InputError(f"{args.kernel} names {len(named)} kernels: {', '.join(list(named)[:8])}")
+        raise InputError(f"{args.kernel} names {len(named)} kernels: {listed(list(named), 8)}")
     (variants,) = named.values()
     limits = devices.devices([args.device])[0] if args.device else limits_of(next(iter(variants)))
     kernel, runs = variant_for(limits, variants)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 
@@ -23,7 +23,7 @@ def kernels_named(
         paths: files and folders; none given: the installed cubins.
 
     Raises:
-        CubinError: no kernel is named so (the text lists some), or see `read_all`.
+        CubinError: no kernel is named so (the text lists some, near ones first), or see `read_all`.
     """
     cubins, unread = read_all(paths)
     found: dict[str, dict[str, KernelFacts]] = {}
@@ -32,9 +32,24 @@ def kernels_named(
             found.setdefault(kernel.name, {}).setdefault(kernel.arch, kernel)
     if not found:
         names = sorted({kernel.name for _, kernel in kernels_of(cubins)})
-        some = ", ".join(names[:20]) + (", …" if len(names) > 20 else "")
-        raise CubinError(f"no kernel {pattern}; there are: {some or 'none'}")
+        raise CubinError(f"no kernel {pattern}{_near(pattern, names)}")
     return found, unread
+
+
+def listed(names: Sequence[str], most: int) -> str:
+    """The first `most` names, and whether there are more."""
+    return ", ".join([*names[:most], *(["…"] if len(names) > most else [])])
+
+
+def _near(pattern: str, names: list[str]) -> str:
+    """The names that contain the text of a pattern come first."""
+    text = pattern.strip("*")
+    near = [name for name in names if text and text in name]
+    there = f"there are: {listed([*near, *(n for n in names if n not in near)], 20) or 'none'}"
+    if not near:
+        return f"; {there}"
+    start = "" if all(name.startswith(text) for name in near) else "*"
+    return f", but {start}{text}* names {len(near)}; {there}"
 
 
 def refuse_fixed(

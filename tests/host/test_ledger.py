@@ -72,6 +72,27 @@ def test_an_unknown_kernel_is_an_error(capsys: pytest.CaptureFixture[str]) -> No
     assert "no kernel nope; there are: row_sum" in capsys.readouterr().err
 
 
+def test_names_near_an_unknown_one_come_first(capsys: pytest.CaptureFixture[str]) -> None:
+    file = str(DATA / "nvcc-13.0-sm_90a.cubin")
+    for given, told in (
+        ("tile", "no kernel tile, but tile* names 1; there are: tile_t128, "),
+        ("_t128*", "no kernel _t128*, but *_t128* names 1; there are: tile_t128, "),
+        ("*", ""),
+    ):
+        assert main(["ledger", given, file]) == (2 if told else 0)
+        assert told in capsys.readouterr().err
+    assert main(["ledger", "gemm_add"]) == 2
+    names = capsys.readouterr().err.split("there are: ")[1].split(", ")
+    assert len(names) == 21 and names[-1] == "…\n" and all("gemm_add" in n for n in names[:2])
+
+
+def test_an_audit_of_many_lists_some(capsys: pytest.CaptureFixture[str]) -> None:
+    file = str(DATA / "nvcc-13.0-sm_90a.cubin")
+    assert main(["audit", "*", file]) == 2
+    told = capsys.readouterr().err.removeprefix("pyruntime audit: * names 9 kernels: ").split(", ")
+    assert len(told) == 9 and told[-1] == "…\n"
+
+
 def test_r46_shows_the_forgotten_pad(capsys: pytest.CaptureFixture[str]) -> None:
     code, out = run(capsys, "--geometry", ROOT / "bench/geometries/r46.toml")
     assert code == 1
