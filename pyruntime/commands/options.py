@@ -86,7 +86,8 @@ def _parse_ids(args: argparse.Namespace) -> list[int]:
     try:
         return [int(item) for item in args.ids.split(",")]
     except ValueError:
-        raise ValueError(f"--ids {args.ids}: not integers separated by commas") from None
+        fault = "not integers separated by commas" if args.ids.strip() else "it is empty"
+        raise ValueError(f"--ids {quoted(args.ids)}: {fault}") from None
 
 
 def encode_prompt(engine: Engine, args: argparse.Namespace, prompt: str | list[int]) -> Any:

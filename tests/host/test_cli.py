@@ -74,7 +74,8 @@ def test_an_e4m3_cache(command: str) -> None:
     [
         (("prefill", MODEL, "--ids", "1", "--device", "cuda:0"), 3, "no "),
         (("prefill", MODEL, "--ids", "1", "--device", "gpu"), 2, "device='gpu'"),
-        (("prefill", MODEL, "--ids", "1,x", "--device", "cpu"), 2, "not integers"),
+        (("prefill", MODEL, "--ids", "1,x", "--device", "cpu"), 2, '--ids "1,x": not integers'),
+        (("generate", MODEL, "--ids", "", "--device", "cpu"), 2, '--ids "": it is empty'),
         (("prefill", MODEL, "--ids", "300", "--device", "cpu"), 2, "token id 300"),
         (("prefill", MODEL, "hello", "--device", "cpu"), 2, "no_vocab"),
         (("generate", MODEL, "--ids", "1", "--device", "cpu", "--attention", "r48"), 2, "'r48'"),
