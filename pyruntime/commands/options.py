@@ -112,10 +112,14 @@ def encode_prompt(engine: Engine, args: argparse.Namespace, prompt: str | list[i
     return tokenizer.encode(text, add_special=False)
 
 
-def token_text(engine: Engine, token: int) -> str:
-    """How a token is shown; rows of the embedding beyond the vocabulary have no text."""
-    known = engine.tokenizer.vocab_size if engine.has_vocabulary else 0
-    return engine.tokenizer.token(token) if token < known else ""
+def token_text(engine: Engine, token: int) -> str | None:
+    """How a token is shown: rows of the embedding beyond the vocabulary are empty.
+
+    None if the model has no vocabulary.
+    """
+    if not engine.has_vocabulary:
+        return None
+    return engine.tokenizer.token(token) if token < engine.tokenizer.vocab_size else ""
 
 
 @contextmanager

@@ -91,12 +91,15 @@ def _record(engine: Any, logits: Any, result: Any, top: int) -> dict[str, Any]:
 def _print(record: dict[str, Any]) -> None:
     from math import exp
 
-    shown = [quoted(entry["token"]) for entry in record["next"]]
-    width = max(len("next token"), *map(len, shown))
-    print(f"{'next token':<{width}}  {'log-prob':>9}  {'prob':>7}  {'id':>7}")
-    for token, entry in zip(shown, record["next"], strict=True):
+    texts = [entry["token"] for entry in record["next"]]
+    # A model without a vocabulary has ids only.
+    shown = [] if None in texts else ["next token", *map(quoted, texts)]
+    width = max(map(len, shown), default=0)
+    columns = [f"{text:<{width}}  " for text in shown] or [""] * (1 + len(texts))
+    print(f"{columns[0]}{'log-prob':>9}  {'prob':>7}  {'id':>7}")
+    for column, entry in zip(columns[1:], record["next"], strict=True):
         p = exp(entry["logprob"])
-        print(f"{token:<{width}}  {entry['logprob']:>9.4f}  {p:>7.2%}  {entry['id']:>7}")
+        print(f"{column}{entry['logprob']:>9.4f}  {p:>7.2%}  {entry['id']:>7}")
     name, tokens = printable(record["model"]), record["tokens"]
     print(
         f"{name}: {tokens} token{'s' * (tokens != 1)} in {1e3 * record['seconds']:.2f} ms, "

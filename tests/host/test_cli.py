@@ -45,6 +45,8 @@ def test_prefill_shows_the_likeliest_tokens() -> None:
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     assert len(lines) == 5
+    assert lines[0].split() == ["log-prob", "prob", "id"], "this model has no vocabulary"
+    assert [len(line.split()) for line in lines[1:4]] == [3] * 3
     assert lines[1].split()[-1] == str(prompts(TINY)[0].top10_ids[-1, 0])
     assert "tok/s on cpu (NumPy)" in lines[-1]
     assert "running on the CPU with NumPy:" in done.stderr
@@ -58,6 +60,7 @@ def test_prefill_prints_json_and_saves_logits(tmp_path: Path) -> None:
     record = json.loads(done.stdout)
     assert record["schema"] == "pyruntime.prefill/1"
     assert record["tokens"] == len(prompts(TINY)[0].ids)
+    assert [entry["token"] for entry in record["next"]] == [None] * 5
     assert np.load(saved).shape == (record["tokens"], 259)
     assert done.stderr == ""
 
@@ -117,6 +120,8 @@ def test_rows_beyond_the_vocabulary_are_shown_without_a_text(tmp_path: Path) -> 
     done = run("prefill", str(path), "abab", "--top", "48", "--device", "cpu", "--json")
     shown = {entry["id"]: entry["token"] for entry in json.loads(done.stdout)["next"]}
     assert (shown[2], shown[3], shown[4], shown[47]) == ("ab", "d", "", "")
+    head, *rows, _ = run("prefill", str(path), "abab", "--device", "cpu").stdout.splitlines()
+    assert head.startswith("next token  ") and all(row.startswith('"') for row in rows)
 
 
 def test_names_in_a_file_cannot_drive_the_terminal(tmp_path: Path) -> None:
