@@ -156,7 +156,7 @@ class Engine:
         """
         from pyruntime.hub import resolve
 
-        check_options(weights, kv_dtype, graphs, overlap, exact)
+        check_options(weights, attention, kv_dtype, graphs, overlap, exact)
         with GGUFFile.open(resolve(model)) as file:
             config = ModelConfig.from_gguf(file)
             kv_limit = kv_tokens
@@ -168,6 +168,11 @@ class Engine:
 
                 if memory_budget is not None or stream is not None:
                     raise ValueError("memory_budget and stream are for a GPU; this is the CPU")
+                if attention == "invariant":
+                    raise ValueError(
+                        "attention='invariant': NumPy does not promise it: its sums may round "
+                        "otherwise where a prompt is cut otherwise"
+                    )
                 if attention != "auto":
                     raise ValueError(f"attention={attention!r} names a GPU kernel: NumPy has none")
                 reference = ReferenceModel(file, config, kv_dtype=kv_dtype, progress=progress)
@@ -211,11 +216,11 @@ class Engine:
         """Device bytes by category that `load` with the same options and one cache will hold.
 
         Nothing is allocated and no device is asked: `device`, `memory_budget` and `stream` change
-        nothing, nor does `attention`, whose workspace is the same for all kernels. While it loads,
-        64 MiB or more of staging buffers come on top. Raises: as `load` does for the file and the
-        other options.
+        nothing, nor does an `attention` that there is: the workspace is the same for all. While it
+        loads, 64 MiB or more of staging buffers come on top. Raises: as `load` does for the file
+        and the other options.
         """
-        check_options(weights, kv_dtype, graphs, overlap, exact)
+        check_options(weights, attention, kv_dtype, graphs, overlap, exact)
         from pyruntime.hub import resolve
         from pyruntime.model.footprint import device_bytes
 

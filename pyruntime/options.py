@@ -6,14 +6,17 @@ import logging
 
 from pyruntime.errors import DriverNotFoundError
 from pyruntime.model.config import KV_DTYPES, ModelConfig
+from pyruntime.ops.attention_choice import check_variant
 
 log = logging.getLogger("pyruntime")
 
 MAX_TOKENS = 4096  # default rows of one pass, if the model's context is that long
 
 
-def check_options(weights: str, kv_dtype: str, graphs: str, overlap: str, exact: str) -> None:
-    """Refuses, by name, what does not exist yet. Raises ValueError."""
+def check_options(
+    weights: str, attention: str, kv_dtype: str, graphs: str, overlap: str, exact: str
+) -> None:
+    """Refuses, by name, what does not exist. Raises ValueError; CubinError: see `check_variant`."""
     for name, value, known in (
         ("weights", weights, ("auto", "fp16")),
         ("kv_dtype", kv_dtype, KV_DTYPES),
@@ -23,6 +26,7 @@ def check_options(weights: str, kv_dtype: str, graphs: str, overlap: str, exact:
     ):
         if value not in known:
             raise ValueError(f"{name}={value!r} is not supported; known: {', '.join(known)}")
+    check_variant(attention)
 
 
 def sizes(config: ModelConfig, max_tokens: int | None, kv_tokens: int | None) -> tuple[int, int]:

@@ -39,7 +39,8 @@ def add_run(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-tokens", type=int, help="rows of one pass; longer prompts take more")
     parser.add_argument(
         "--attention", default="auto", metavar="VARIANT",
-        help="auto (default, the fastest kernel), invariant, or a variant by name, such as r48",
+        help="auto (default, the fastest kernel), invariant, or a variant by name: "
+        "wgmma, fast, r46_base, r46, r48, r50, r57 (docs/attention.md)",
     )  # fmt: skip
     parser.add_argument(
         "--kv-dtype", default="f16", metavar="TYPE",

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from pyruntime.cubin.elf import Elf
+from pyruntime.cubin.spec import KernelSpec, read_specs
 from pyruntime.errors import ArchMismatchError, CubinError
 
 _ARCH = re.compile(r"(\d+)([af]?)")
@@ -97,6 +98,16 @@ def cubins_for(compute_capability: tuple[int, int], device_name: str) -> dict[Pa
     if not paths:
         raise CubinError(f"{root() / f'sm_{arch}'}: no cubins, though the manifest lists sm_{arch}")
     return {path: path.read_bytes() for path in paths}
+
+
+def installed_specs() -> list[KernelSpec]:
+    """Specs of the kernels of every architecture. Raises CubinError: see `manifest`."""
+    return [
+        spec
+        for arch in manifest()["architectures"]
+        for path in sorted((root() / f"sm_{arch}").glob("*.cubin"))
+        for spec in read_specs(path.read_bytes(), str(path)).values()
+    ]
 
 
 def code_hashes(cubin: bytes, what: str) -> dict[str, str]:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
+from pyruntime.cubin.installed import installed_specs
 from pyruntime.cubin.spec import KernelSpec
 from pyruntime.driver.library import Kernel, Library
 from pyruntime.errors import UnsupportedModelError
 
 WARPGROUP_ROWS = 64
+_RULES = ("auto", "invariant")
 # "auto" is the fastest of these; "invariant" the first that there is, without what makes a row's
 # result depend on more than its own keys.
 _BEST = ("wgmma", "fast")
@@ -61,8 +64,31 @@ class Choice:
 
 def variants(library: Library) -> dict[str, list[int]]:
     """The attention variants that run on this device, and their head dims in ascending order."""
+    return _variants(kernel.spec for kernel in library.family("attention"))
+
+
+def installed_variants() -> dict[str, list[int]]:
+    """`variants` of the installed cubins for any device. Raises CubinError."""
+    return _variants(spec for spec in installed_specs() if spec.family == "attention")
+
+
+def check_variant(variant: str) -> None:
+    """Refuses a name that `choose` takes on no device.
+
+    Raises:
+        ValueError: no installed kernel is of that variant; the text lists those that there are.
+        CubinError: there are no cubins to tell.
+    """
+    if variant in _RULES:
+        return
+    known = installed_variants()
+    if str(variant).replace("-", "_") not in known:
+        raise ValueError(f"attention {variant!r} is not known; {_listed(known)}")
+
+
+def _variants(specs: Iterable[KernelSpec]) -> dict[str, list[int]]:
     found: dict[str, list[int]] = {}
-    for tile in sorted((k.spec.tile for k in library.family("attention")), key=lambda t: t["hd"]):
+    for tile in sorted((spec.tile for spec in specs), key=lambda t: t["hd"]):
         dims = found.setdefault(str(tile["variant"]), [])
         if tile["hd"] not in dims:
             dims.append(int(tile["hd"]))
@@ -103,7 +129,7 @@ def choose(
             for.
     """
     invariant = variant == "invariant"
-    names = _BEST if variant in ("auto", "invariant") else (variant.replace("-", "_"),)
+    names = _BEST if variant in _RULES else (variant.replace("-", "_"),)
     found: dict[str, list[Kernel]] = {}
     for kernel in library.family("attention"):
         tile = kernel.spec.tile
@@ -189,12 +215,15 @@ def _missing(
     library: Library, head_dim: int, variant: str, names: tuple[str, ...], needs: str
 ) -> Exception:
     known = variants(library)
-    there = ["auto", "invariant"]
-    there += [f"{n} (head dims {', '.join(map(str, d))})" for n, d in known.items()]
     refused = [text for kernel, text in library.refused.items() if kernel.startswith("attention_")]
-    listed = "; ".join([f"there are {', '.join(there)}", *refused])
+    listed = "; ".join([_listed(known), *refused])
     if any(name in known for name in names):
         return UnsupportedModelError(
             f"attention {variant!r} is not supported at head dim {head_dim}{needs}; {listed}"
         )
     return ValueError(f"attention {variant!r} is not known; {listed}")
+
+
+def _listed(known: dict[str, list[int]]) -> str:
+    named = (f"{name} (head dims {', '.join(map(str, dims))})" for name, dims in known.items())
+    return f"there are {', '.join([*_RULES, *named])}"

@@ -19,6 +19,7 @@ from models import write_model
 
 from pyruntime.cli import COMMANDS
 from pyruntime.commands import doctor, info
+from pyruntime.ops.attention_choice import installed_variants
 
 TINY = "tiny-llama-q4_k_m"
 MODEL = str(GOLDEN / f"{TINY}.gguf")
@@ -102,6 +103,14 @@ def test_errors_have_one_line_and_a_code(arguments: tuple[str, ...], code: int, 
     assert done.returncode == code, done.stderr
     assert text in done.stderr + done.stdout
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("command", ["prefill", "generate"])
+def test_help_names_every_attention_variant(command: str) -> None:
+    told = " ".join(run(command, "--help").stdout.split())
+    names = told.partition("a variant by name: ")[2].partition(" (docs/attention.md)")[0]
+    installed = installed_variants().keys() | {"wgmma"}  # of one architecture only
+    assert set(names.split(", ")) == installed
 
 
 def test_max_tokens_does_not_limit_the_prompt() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from inspect import signature
+from typing import Any
 
 import numpy as np
 import pytest
@@ -180,3 +181,37 @@ def test_plan_takes_the_options_of_load() -> None:
     assert Engine.plan(PATH, **options) == Engine.plan(PATH)
     with pytest.raises(ValueError, match="weights"):
         Engine.plan(PATH, weights="int8")
+
+
+@pytest.mark.parametrize("options", [{"device": "cpu"}, {"device": "cuda:0"}, None])
+@pytest.mark.parametrize("name", ["nonsense", "r46_", "", None])
+def test_an_unknown_attention_is_refused_with_those_there_are(
+    options: dict[str, Any] | None, name: Any
+) -> None:
+    """Before a device or a file is asked for, in `load` as in `plan`."""
+    with pytest.raises(
+        ValueError, match=f"attention {name!r} is not known; there are auto, inv"
+    ) as caught:
+        if options is None:
+            Engine.plan("/no/such.gguf", attention=name)
+        else:
+            Engine.load("/no/such.gguf", attention=name, **options)
+    assert "r46_base (head dims 64, 128)" in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["auto", "invariant", "r46_base", "r46-base"])
+def test_plan_takes_every_attention(name: str) -> None:
+    assert Engine.plan(PATH, attention=name) == Engine.plan(PATH)
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("invariant", "attention='invariant': NumPy does not promise it: "),
+        ("r46-base", "attention='r46-base' names a GPU kernel: NumPy has none"),
+        ("fast", "attention='fast' names a GPU kernel: NumPy has none"),
+    ],
+)
+def test_attention_that_numpy_does_not_have(name: str, text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        Engine.load(PATH, device="cpu", attention=name)

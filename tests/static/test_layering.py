@@ -21,7 +21,7 @@ ALLOWED: dict[str, set[str]] = {
     "ops": {"errors", "cubin", "driver"},
     "model": {"errors", "gguf", "driver", "ops"},
     "reference": {"errors", "gguf", "model"},
-    "options": {"errors", "driver", "model"},
+    "options": {"errors", "driver", "model", "ops"},
     "engine": {"options", "errors", "gguf", "driver", "model", "reference", "text", "hub"},
     "measure": {"errors", "cubin", "driver", "ops", "model", "hub", "engine"},
     "commands": {
