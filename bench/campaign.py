@@ -30,6 +30,8 @@ and wrote down what each was worth. The five forms are rows of our kernel table,
 each selectable: `Engine.load(..., attention="r46")`. This page is that table measured again with
 the tools of [measuring.md](measuring.md), and what became of the campaign's conclusions.
 """
+_OLDER = """ Since then Hopper has attention kernels of
+its own ([attention.md](attention.md)) and launches overlap: neither is on record here."""
 
 
 def read_records(folder: Path) -> dict[str, Any]:
@@ -40,6 +42,16 @@ def read_records(folder: Path) -> dict[str, Any]:
         if kind in KINDS and not path.name.endswith(".trace.json"):
             found[path.stem] = load_record(path, kind)
     return found
+
+
+def provenance(records: Mapping[str, Any]) -> list[str]:
+    """The commits that the records are of, and whether they hold today's kernels of Hopper."""
+    commits = sorted({record["commit"][:12] for record in records.values() if record.get("commit")})
+    if not commits:
+        return []
+    kernels = {name for record in records.values() for name in record.get("kernels") or ()}
+    older = not any(name.startswith("attention_wgmma") for name in kernels)
+    return [f"The records are of commit {', '.join(commits)}.{_OLDER * older}", ""]
 
 
 def page(records: Mapping[str, Any]) -> str:
@@ -55,7 +67,9 @@ def page(records: Mapping[str, Any]) -> str:
         source.faults(),
         source.commands(),
     )
-    return "\n".join([_HEAD, *(line for section in sections for line in section)])
+    return "\n".join(
+        [_HEAD, *provenance(records), *(line for section in sections for line in section)]
+    )
 
 
 def pictures(records: Mapping[str, Any]) -> dict[str, str]:

@@ -114,6 +114,10 @@ def test_records_are_shown(campaign: ModuleType, results: Path) -> None:
     }  # fmt: skip
     text = campaign.page(records)
     assert "Not recorded yet" not in text
+    assert "The records are of commit 000000000000, 111111111111. Since then" in text
+    wall = records["wall-3325-after"]
+    newer = wall | {"kernels": {"attention_wgmma_hd128_w3_n80_cap0": "0" * 64}}
+    assert "Since then" not in campaign.page(records | {"wall-3325-after": newer})
     r48 = next(line for line in text.splitlines() if line.startswith("| r48 |"))
     gain = records["ab-r46_base-r48"]["times"]["wall"]["gain"]
     assert f"{gain:+.2f} %" in r48 and "| better |" in r48 and "| 5.16 |" not in r48
