@@ -19,7 +19,7 @@ class ArmSpec:
 
 
 def parse_arm(text: str) -> ArmSpec:
-    """ "default", "attention=r48,exact=fast", "python:/path/to/python" or that with options after
+    """ "default", "attention=r48,overlap=off", "python:/path/to/python" or that with options after
     a comma.
 
     Raises:

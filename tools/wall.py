@@ -24,7 +24,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser("pyruntime wall", description=__doc__)
     parser.add_argument("model", nargs="?", help="a .gguf file, an alias, or hf:owner/repo/file")
     parser.add_argument("--nt", type=int, help="tokens of the prompt")
-    parser.add_argument("--options", default="", help="of Engine.load: attention=r48,exact=fast")
+    parser.add_argument("--options", default="", help="of Engine.load: attention=r48,overlap=off")
     parser.add_argument("--regime", choices=("burst", "sustained"), default="burst")
     parser.add_argument("--rounds", type=int, default=9, help="of every timing (default 9)")
     parser.add_argument(
