@@ -84,7 +84,7 @@ def choose(pattern: str | None, quick: bool) -> list[Case]:
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser("attention_peers", description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="a few cases, in less than a minute")
+    parser.add_argument("--quick", action="store_true", help="a few cases only")
     parser.add_argument("--cases", metavar="REGEX", help="those whose name it finds")
     parser.add_argument("--list", action="store_true", help="only names the cases")
     parser.add_argument("--rows", action="store_true", help="every row of our kernel table, too")
