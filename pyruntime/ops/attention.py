@@ -79,5 +79,5 @@ def attention(
         # Capped: cap log2(e) tanh(x) from e^2x = 2^(2 log2(e) x), x = scale s / cap.
         scale=2 * log2e * scale / softcap if softcap else log2e * scale,
         cap=log2e * softcap if softcap else 0.0,
-        **schedule.parameters(),
+        **schedule.parameters,
     )

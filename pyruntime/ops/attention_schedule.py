@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -163,8 +164,9 @@ class Schedule:
         """Blocks of a scheduled kernel."""
         return self.choice.workers(self._library.device.sm_count)
 
+    @cached_property
     def parameters(self) -> dict[str, Any]:
-        """Those that the launches of a scheduled kernel take from here."""
+        """Those that every launch of a scheduled kernel takes from here."""
         names = ("parts", "counters", "partial", "partial_rows", "arrived")
         tile = self.choice.kernel.spec.tile
         return {name: self._arrays[name] for name in names} | {
