@@ -121,10 +121,14 @@ struct Wgmma {
     uint32_t q_count = 0, k_count = 0;
     int v_tile = -1, v_head = 0;  // that is still owed
 
-    // The first part is read, and its maps are fetched, before the wait: see spec.cuh.
-    __device__ __forceinline__ Producer(const Params& p, Smem& s) : p(p), s(s) {
+    __device__ __forceinline__ Producer(const Params& p, Smem& s) : p(p), s(s) {}
+
+    // The first part, and its maps: may come before the wait, see spec.cuh.
+    __device__ __forceinline__ void start() {
+      ptx::prefetch_map(&p.q);
       read(blockIdx.x);
       if (last > 0) acquire();
+      ptx::prefetch_map(&p.o_map);
     }
     __device__ __forceinline__ void read(int number) {
       part = p.parts + number;
@@ -258,6 +262,7 @@ struct Wgmma {
     float scores[BN / 2], o[HeadDim / 2];
     uint32_t probabilities[BN / 4];
     float top[2], sum[2];  // a row's maximum; this lane's share of its sum
+    float shift[2];        // what is added to its scaled scores: see `settle_top`
     float shrink[2];
     bool rescale, far;  // of the warp: whether O must be scaled; whether any row's top is far
     uint32_t q_count = 0, k_count = 0, v_count = 0;
@@ -346,6 +351,18 @@ struct Wgmma {
     __device__ __forceinline__ bool is_far(int r) const {
       return !Capped && fabsf(top[r] * scale()) > kFar;
     }
+    __device__ __forceinline__ void settle_top() {
+      far = __any_sync(0xffffffffu, is_far(0) || is_far(1));
+#pragma unroll
+      for (int r = 0; r < 2; ++r) shift[r] = is_far(r) ? 0.0f : -top[r] * scale();
+    }
+    // Whether a row's maximum has to follow one of its scores.
+    __device__ __forceinline__ bool exceeds(int r, float score) const {
+      return fmaf(score, scale(), shift[r]) > kLazy;
+    }
+    __device__ __forceinline__ bool exceeds_exactly(int r, float score) const {
+      return is_far(r) ? (score - top[r]) * scale() > kLazy : exceeds(r, score);
+    }
 
     // Scores to probabilities; what O must be scaled by is left in `rescale` and `shrink`.
     template <bool First>
@@ -370,8 +387,7 @@ struct Wgmma {
         sum[0] = sum[1] = 0;
         rescale = true;
       } else {
-        rescale = __any_sync(
-            0xffffffffu, (x[0] - top[0]) * scale() > kLazy || (x[1] - top[1]) * scale() > kLazy);
+        rescale = far || __any_sync(0xffffffffu, exceeds(0, x[0]) || exceeds(1, x[1]));
       }
       if (rescale) {
 #pragma unroll
@@ -381,14 +397,14 @@ struct Wgmma {
           const float before = top[r];
           if (First)
             top[r] = fmaxf(x[r], kNothing);
-          else if ((x[r] - top[r]) * scale() > kLazy)
+          else if (exceeds_exactly(r, x[r]))
             top[r] = x[r];
           if (!First) {
             shrink[r] = ptx::exp2_approx((before - top[r]) * scale());  // 1 where nothing moved
             sum[r] *= shrink[r];
           }
         }
-        far = __any_sync(0xffffffffu, is_far(0) || is_far(1));
+        settle_top();
       }
       if (far) {
 #pragma unroll
@@ -401,8 +417,6 @@ struct Wgmma {
           }
         }
       }
-      const float shift[2] = {is_far(0) ? 0.0f : -top[0] * scale(),
-                              is_far(1) ? 0.0f : -top[1] * scale()};
       float more[2] = {};
 #pragma unroll
       for (int j = 0; j < BN / 8; ++j)
@@ -641,9 +655,10 @@ struct Wgmma {
   static __device__ void run(const Params& p) {
     Smem& s = spec::shared<Smem>();
     const int group = __shfl_sync(0xffffffffu, int(threadIdx.x) / 128, 0);
+    Producer producer(p, s);
     if (threadIdx.x == 0) {
-      ptx::prefetch_map(&p.q);
-      ptx::prefetch_map(&p.o_map);
+      producer.start();
+    } else if (threadIdx.x == 32) {
       for (int i = 0; i < QStages; ++i) {
         ptx::barrier_init(at(&s.full_q[i]), 1);
         ptx::barrier_init(at(&s.empty_q[i]), WGS);
@@ -663,7 +678,6 @@ struct Wgmma {
       ptx::lower_registers<ProducerRegisters>();
       const int w = int(threadIdx.x) / 32;
       if (threadIdx.x == 0) {
-        Producer producer(p, s);
         ptx::dependency_wait();
         producer.run();
       } else {
