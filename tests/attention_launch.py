@@ -137,20 +137,32 @@ def classes(
 class Inputs:
     """Device memory for launches over up to `rows` activation rows and `sequences` sequences.
 
+    Args:
+        max_rows: of the workspace; `rows` by default.
+
     Attributes:
         q, live, sequences, workspace: what operations take.
         places: the activation rows of each prompt.
     """
 
-    def __init__(self, gpu: Any, heads: int, head_dim: int, rows: int, sequences: int) -> None:
+    def __init__(
+        self,
+        gpu: Any,
+        heads: int,
+        head_dim: int,
+        rows: int,
+        sequences: int,
+        max_rows: int | None = None,
+    ) -> None:
         self._gpu, self.heads, self.head_dim = gpu, heads, head_dim
         self.rows, self.max_sequences = rows, sequences
         self.q = gpu.empty((rows, heads * head_dim), np.float16)
         self.live = gpu.empty((4,), np.int32)
         self.sequences = gpu.empty((sequences * SEQUENCE.itemsize,), np.uint8)
         self.workspace = Workspace(
-            gpu.library, head_dim=head_dim, heads=heads, max_rows=rows, max_sequences=sequences
-        )
+            gpu.library, head_dim=head_dim, heads=heads, max_rows=max_rows or rows,
+            max_sequences=sequences,
+        )  # fmt: skip
         for name in ("parts", "partial", "partial_rows"):
             self.workspace.arrays[name].fill(0xFF)
         self.places: list[slice] = []
@@ -290,6 +302,7 @@ def launch(
     _, heads, head_dim = prompts[0].q.shape
     kv_heads = prompts[0].k.shape[0]
     longest = max([len(p.q) for p in prompts] + [1000] * bool(unused))
+    max_rows = longest + 130  # a row tile more than any sequence has
     loaded: dict[int, Inputs] = {}
     found: list[Results] = [{} for _ in prompts]
     able = classes(
@@ -299,14 +312,14 @@ def launch(
         for choice in choices:
             grain = int(choice.kernel.spec.tile["tkv"]) if window and choice.scheduled else 1
             if grain not in loaded:
-                inputs = Inputs(gpu, heads, head_dim, rows_for(prompts), len(prompts) + unused)
+                rows, sequences = rows_for(prompts), len(prompts) + unused
+                inputs = Inputs(gpu, heads, head_dim, rows, sequences, max_rows)
                 loaded[grain] = inputs.load(
                     prompts, layer=layer, window=window, grain=grain, slack=slack, poison=poison
                 )
             recorded = Recorded(
                 gpu, loaded[grain], choice, kv_heads=kv_heads, layer=layer, scale=scale,
-                window=window, softcap=softcap,
-                max_rows=longest + 130,  # a row tile more than any sequence has
+                window=window, softcap=softcap, max_rows=max_rows,
             )  # fmt: skip
             for _ in range(1 + choice.splits):
                 for results, out in zip(found, recorded(), strict=True):

@@ -55,7 +55,7 @@ def listed(
         row0 += rows
     head_dim = int(choice.kernel.spec.tile["hd"])
     sizes = {"heads": heads, "max_sequences": len(table)}
-    workspace = Workspace(gpu.library, head_dim=head_dim, max_rows=max(row0 - 3, 1), **sizes)
+    workspace = Workspace(gpu.library, head_dim=head_dim, max_rows=row0 - 2, **sizes)
     workspace.arrays["parts"].fill(0xFF)
     schedule = Schedule(
         gpu.library,
@@ -193,7 +193,8 @@ def check_split(gpu: Any, rng: Any, head_dim: int, lengths: Lengths, **masking: 
         if keys not in loaded:
             inputs = Inputs(gpu, HEADS[0], head_dim, rows_for(prompts), len(prompts))
             loaded[keys] = inputs.load(prompts, window=masking["window"], grain=keys)
-        recorded = Recorded(gpu, loaded[keys], choice, kv_heads=HEADS[1], max_rows=130, **masking)
+        most = max(len(p.q) for p in prompts)
+        recorded = Recorded(gpu, loaded[keys], choice, kv_heads=HEADS[1], max_rows=most, **masking)
         outs = recorded()
         assert recorded.split(), str(recorded)
         for prompt, out, again in zip(prompts, outs, recorded(), strict=True):
@@ -298,7 +299,7 @@ def test_repeats_between_others_give_the_same_bits(
     rows = 8192  # fill every multiprocessor
     nan = np.full((rows, HEADS[0], head_dim), np.nan, np.float16)
     nans = Prompt(nan, nan[:, :2].swapaxes(0, 1), nan[:, 2:].swapaxes(0, 1))
-    others = Inputs(gpu, HEADS[0], head_dim, rows_for([nans]), 1).load([nans])
+    others = Inputs(gpu, HEADS[0], head_dim, rows_for([nans]), 3).load([nans])
     inputs = Inputs(gpu, HEADS[0], head_dim, rows_for(prompts), 3).load(prompts, slack=1)
     shared: dict[str, Any] = {"kv_heads": HEADS[1], "workspace": others.workspace}
     for choice in choices_for(gpu, head_dim):
