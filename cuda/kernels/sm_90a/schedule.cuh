@@ -243,6 +243,6 @@ struct Schedule {
     else
       write_tiles(p, s, sequences, tiles, section(p, cached) * (p.columns / p.kv_heads));
     // Whoever asks for more than there is, and every worker does once, finds an end.
-    for (int i = threadIdx.x; i < p.workers; i += kThreads) p.parts[count + i].last = 0;
+    for (int i = threadIdx.x; i < p.workers; i += kThreads) p.parts[count + i] = {};
   }
 };
