@@ -20,7 +20,7 @@ _BEST = ("wgmma", "fast")
 # the gaps.
 _BLOCKS_PER_SM = 3
 # Microseconds, fitted to timings on an H200 at full clock. mma.sync: of a launch, of a key tile.
-_MMA_LAUNCH, _MMA_TILE = 2.1, 1.05
+_MMA_LAUNCH, _MMA_TILE = 0.8, 1.9
 # wgmma: of a launch; of a part beside its key tiles; of adding up one piece of a split tile.
 _LAUNCH, _PART, _PIECE = 4.5, 0.5, 1.5
 # Of a key tile on a busy SM: per thousand scores (the softmax) and per million multiplications of

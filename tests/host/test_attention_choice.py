@@ -91,6 +91,7 @@ def test_hopper_takes_its_own_where_there_is_work(hopper: Any, head_dim: int) ->
     short = pick(hopper, head_dim, 16, max_keys=16)
     long = pick(hopper, head_dim, 8192, max_keys=8192)
     assert not short.scheduled, "a launch of the list does not pay"
+    assert pick(hopper, head_dim, 128, max_keys=128).scheduled
     most = max(c.warpgroups for c in scheduled(hopper, head_dim, capped=False))
     assert long.scheduled and long.warpgroups == most
     packed = pick(hopper, head_dim, 300, max_keys=300, max_sequences=64)
