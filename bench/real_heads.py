@@ -129,7 +129,7 @@ def measure(args: argparse.Namespace, layers: list[Heads]) -> dict[str, Any]:
     gpu = Gpu()
     (rows, heads, head_dim), kv_heads = layers[0][0].shape, len(layers[0][1])
     case = Case("real", heads, kv_heads, head_dim, ((rows, 0),))
-    graphs, launches, errors = {}, [], {}
+    graphs, contestants, errors = {}, {}, {}  # a graph runs over its contestant's memory
     with gpu.device.current(), Telemetry(gpu.device) as telemetry:
         watch = Stopwatch(gpu)
         for name, make in sets(layers).items():
@@ -138,12 +138,13 @@ def measure(args: argparse.Namespace, layers: list[Heads]) -> dict[str, Any]:
                 contestant = _one_by_one(gpu, works, choice)
                 graph = Graph(gpu, contestant, watch)
                 key = f"{name}: {name_of_ours}"
-                graphs[key], errors[key] = graph, _error(gpu, graph, works, key)
-                launches += contestant.launches
+                graphs[key], contestants[key] = graph, contestant
+                errors[key] = _error(gpu, graph, works, key)
         readings = interleaved(
             graphs, partial(watch.reading, ms=WORK_MS), rounds=ROUNDS, rest=REST, warm_up=1
         )
         watch.close()
+    launches = [launch for contestant in contestants.values() for launch in contestant.launches]
     return {
         **identity(gpu.device, launches, args.commit),
         "versions": versions(),
