@@ -11,8 +11,17 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from regimes import (
+    LEAD_MS,
+    REGIMES,
+    REST,
+    ROUNDS,
+    SUSTAINED_MS,
+    SUSTAINED_ROUNDS,
+    WORK_MS,
+)
+
 PEERS = ("fa3", "cudnn")
-REGIMES = ("burst", "sustained")
 LONGEST = 32768
 _LONG = (4096, 8192, 16384, LONGEST)
 _EQUAL = {"burst": 1.0, "sustained": 1.0}
@@ -35,10 +44,6 @@ QUICK = (
     "14/2/64 prompt 8192", "16/8/256 prompt 4096", "28/4/128 continued 512", "28/4/128 packed 64",
 )  # fmt: skip
 
-# burst: rest between timings, clocks high, as for a single prompt. sustained: back to back, clocks
-# as the power limit holds them; the lead lets them settle and is not counted.
-ROUNDS, REST, WORK_MS = 9, 0.015, 4.0
-SUSTAINED_ROUNDS, LEAD_MS, SUSTAINED_MS = 3, 50.0, 400.0
 SUSTAINED_KEYS = 1024  # rows or keys; what is shorter than this never meets the power limit
 _SET_UP, _OVERHEAD = 0.25, 0.003  # seconds for a contestant of a case, and for one timing
 

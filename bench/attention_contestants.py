@@ -9,8 +9,6 @@ that wheel takes bf16 alone, so it is given the same numbers rounded to bf16. Ea
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
 from typing import Any
@@ -20,12 +18,13 @@ import torch
 from attention_cases import Case
 from contestants import Gpu
 from numpy.typing import NDArray
+from stopwatch import Contestant
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from pyruntime.driver.library import Library
 from pyruntime.driver.memory import DeviceArray
-from pyruntime.driver.program import Launch, Program
+from pyruntime.driver.program import Program
 from pyruntime.model.live import NO_OVERFLOW
 from pyruntime.ops.attention import attention
 from pyruntime.ops.attention_choice import Choice, choose, packings
@@ -89,22 +88,6 @@ class Work:
             found[i] = ((row, rows, before, rows + before), (k.ptr, v.ptr, maps.ptr))
             row, cache = row + rows, cache + more
         return found.view(np.uint8)
-
-
-@dataclass(frozen=True)
-class Contestant:
-    """A way to do the work.
-
-    Attributes:
-        enqueue: enqueues so many calls on torch's stream; the last one's result [rows, heads,
-            head dim].
-        note: what it does it with.
-        launches: of one call, if they are ours.
-    """
-
-    enqueue: Callable[[int], torch.Tensor]
-    note: str
-    launches: Sequence[Launch] = ()
 
 
 def ours(gpu: Gpu, work: Work, choice: Choice) -> Contestant:

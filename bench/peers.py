@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import random
 import statistics
 import subprocess
 import sys
@@ -22,9 +21,10 @@ from datetime import UTC, datetime
 from functools import partial
 from importlib import metadata
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from pyruntime.tools.arms import require_gpu
+from regimes import interleaved
 
 from pyruntime.driver.device import driver_version
 from pyruntime.errors import DriverNotFoundError
@@ -36,8 +36,6 @@ CASES = Path(__file__).with_name("cases.toml")
 HOST_MS = 0.15  # that torch may take to enqueue one call
 
 Time = Callable[[Callable[[], object]], float]
-Contestant = TypeVar("Contestant")
-Reading = TypeVar("Reading")
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
@@ -99,32 +97,6 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     record["clocks"] = telemetry.record()
     save_record(args.save, "peers", record)
     return record
-
-
-def interleaved(
-    contestants: Mapping[str, Contestant],
-    timed: Callable[[Contestant], Reading],
-    *,
-    rounds: int,
-    rest: float,
-    warm_up: int = 2,
-) -> dict[str, list[Reading]]:
-    """What `timed` reads of each, one per round; each round in another random order.
-
-    Args:
-        rest: seconds before each reading.
-        warm_up: rounds before those that count.
-    """
-    order, rng = list(contestants), random.Random(0)
-    raw: dict[str, list[Reading]] = {name: [] for name in order}
-    for round_ in range(warm_up + rounds):
-        rng.shuffle(order)
-        for name in order:
-            time.sleep(rest)
-            reading = timed(contestants[name])
-            if round_ >= warm_up:
-                raw[name].append(reading)
-    return raw
 
 
 def on_wall(run: Callable[[], object]) -> float:

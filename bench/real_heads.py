@@ -24,10 +24,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from attention_cases import REST, ROUNDS, WORK_MS, Case
+from attention_cases import Case
 from numpy.typing import ArrayLike, NDArray
-from peers import interleaved, versions
+from peers import versions
 from pyruntime.tools.arms import require_gpu
+from regimes import REST, ROUNDS, WORK_MS, interleaved
 
 from pyruntime.errors import PyruntimeError
 from pyruntime.gguf import GGUFFile
@@ -122,9 +123,9 @@ def measure(args: argparse.Namespace, layers: list[Heads]) -> dict[str, Any]:
     Raises:
         ArithmeticError: a result is not what float32 gives.
     """
-    from attention_contest import Graph, Stopwatch
     from attention_contestants import our_choices
     from contestants import Gpu
+    from stopwatch import Graph, Stopwatch
 
     gpu = Gpu()
     (rows, heads, head_dim), kv_heads = layers[0][0].shape, len(layers[0][1])
@@ -168,7 +169,8 @@ def _works(gpu: Any, case: Case, layers: list[Heads]) -> list[Any]:
 
 def _one_by_one(gpu: Any, works: list[Any], choice: Any) -> Any:
     """A contestant of which one call is that of every layer; a layer's calls follow each other."""
-    from attention_contestants import Contestant, ours
+    from attention_contestants import ours
+    from stopwatch import Contestant
 
     parts = [ours(gpu, work, choice) for work in works]
 

@@ -128,7 +128,7 @@ def test_rounds_are_shuffled_and_rested(bench: Bench, monkeypatch: pytest.Monkey
         seen.append(name)
         return name, len(seen)
 
-    raw = bench("peers").interleaved({n: n for n in "abc"}, timed, rounds=5, rest=0.25, warm_up=2)
+    raw = bench("regimes").interleaved({n: n for n in "abc"}, timed, rounds=5, rest=0.25, warm_up=2)
     assert seen[::2] == [0.25] * 21
     rounds = [tuple(seen[i + 1 : i + 6 : 2]) for i in range(0, 42, 6)]
     assert all(sorted(r) == ["a", "b", "c"] for r in rounds) and len(set(rounds)) > 2

@@ -1,0 +1,43 @@
+"""How contestants are timed: in turn, rested or at the power limit. Needs no GPU."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Mapping
+from typing import TypeVar
+
+REGIMES = ("burst", "sustained")
+# burst: rest between timings, clocks high, as for a single prompt. sustained: back to back, clocks
+# as the power limit holds them; the lead lets them settle and is not counted.
+ROUNDS, REST, WORK_MS = 9, 0.015, 4.0
+SUSTAINED_ROUNDS, LEAD_MS, SUSTAINED_MS = 3, 50.0, 400.0
+
+Contestant = TypeVar("Contestant")
+Reading = TypeVar("Reading")
+
+
+def interleaved(
+    contestants: Mapping[str, Contestant],
+    timed: Callable[[Contestant], Reading],
+    *,
+    rounds: int,
+    rest: float,
+    warm_up: int = 2,
+) -> dict[str, list[Reading]]:
+    """What `timed` reads of each, one per round; each round in another random order.
+
+    Args:
+        rest: seconds before each reading.
+        warm_up: rounds before those that count.
+    """
+    order, rng = list(contestants), random.Random(0)
+    raw: dict[str, list[Reading]] = {name: [] for name in order}
+    for round_ in range(warm_up + rounds):
+        rng.shuffle(order)
+        for name in order:
+            time.sleep(rest)
+            reading = timed(contestants[name])
+            if round_ >= warm_up:
+                raw[name].append(reading)
+    return raw
