@@ -11,9 +11,17 @@ from typing import Any
 import torch
 from attention_cases import PEERS, Case
 from attention_contestants import UnfitError, Work, cudnn, fa3, our_choices, ours
-from contestants import Gpu
-from regimes import LEAD_MS, REST, ROUNDS, SUSTAINED_MS, SUSTAINED_ROUNDS, WORK_MS, interleaved
-from stopwatch import Graph, Stopwatch
+from regimes import (
+    LEAD_MS,
+    REST,
+    ROUNDS,
+    SUSTAINED_MS,
+    SUSTAINED_ROUNDS,
+    WORK_MS,
+    by_unit,
+    interleaved,
+)
+from stopwatch import Gpu, Graph, Stopwatch
 from torch.nn.functional import pad
 
 from pyruntime.measure.records import plan_hash
@@ -104,11 +112,5 @@ def compete(gpu: Gpu, watch: Stopwatch, case: Case, rows: bool) -> dict[str, Any
         "reference": reference,
         "relative_error": errors,
         "skipped": skipped,
-        **{
-            unit: {
-                regime: {name: [x[i] for x in raw] for name, raw in found.items()}
-                for regime, found in readings.items()
-            }
-            for i, unit in enumerate(("ms", "mhz"))
-        },
+        **by_unit(readings, ("ms", "mhz")),
     }

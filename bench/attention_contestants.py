@@ -16,9 +16,8 @@ from typing import Any
 import numpy as np
 import torch
 from attention_cases import Case
-from contestants import Gpu
 from numpy.typing import NDArray
-from stopwatch import Contestant
+from stopwatch import Contestant, Gpu
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 

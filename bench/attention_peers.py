@@ -33,8 +33,7 @@ def measure(args: argparse.Namespace, chosen: list[Case]) -> dict[str, Any]:
     """Runs the chosen cases; the record grows on disk as it goes."""
     import torch
     from attention_contest import compete
-    from contestants import Gpu
-    from stopwatch import Stopwatch
+    from stopwatch import Gpu, Stopwatch
 
     gpu = Gpu()
     record: dict[str, Any] = identity(gpu.device, (), args.commit)

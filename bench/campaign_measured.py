@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import product
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 from pyruntime.tools.wallfiles import COLUMNS, facts_of, row
+from regimes import REGIMES
 
 from pyruntime.cubin.geometry import read_geometry
 
@@ -187,15 +189,21 @@ def peers(records: Records) -> list[str]:
         return [*lines, missing(f"python bench/peers.py --model {MODEL}"), ""]
     told = ", ".join(f"{name} {version}" for name, version in found["versions"].items() if version)
     lines += [f"{where(found)}; {told}; medians, ms, and how many times ours.", ""]
-    for kind in ("gemm", "attention", "prefill"):
-        names = list(dict.fromkeys(name for raw in found[kind].values() for name in raw))
+    kinds = dict.fromkeys(case.split()[0] for case in found["cases"])
+    for kind, regime in product(kinds, REGIMES):
+        figures = {
+            case.partition(" ")[2]: figure["ms"][regime]
+            for case, figure in found["cases"].items()
+            if case.startswith(kind) and regime in figure["ms"]
+        }
+        names = list(dict.fromkeys(name for raw in figures.values() for name in raw))
         rows = []
-        for case, raw in found[kind].items():
+        for case, raw in figures.items():
             ours = median(raw["ours"])
             times = [median(raw[name]) if name in raw else None for name in names]
             rows.append([case, *("" if t is None else f"{t:.4f} ({t / ours:.2f}x)" for t in times)])
         if rows:
-            lines += [*table([kind, *names], rows), ""]
+            lines += [*table([f"{kind}, {regime}", *names], rows), ""]
     lines += [f"- failed: {name}: {text}" for name, text in found["failed"].items()]
     for quoted in found["quoted"]:
         rates = ", ".join(f"{rate:,} at {nt}" for nt, rate in quoted["tokens_per_s"].items())

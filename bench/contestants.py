@@ -1,161 +1,237 @@
-"""Ours and the libraries' ways to do the same work on the same memory, as functions to be timed.
-
-Needs torch. Each builder gives name -> function; the functions of products and attention enqueue
-`LAUNCHES` calls on the shared stream, those of prefills run one and wait.
-"""
+"""Products and whole prefills, ours and the libraries', ready to be timed. Needs torch."""
 
 from __future__ import annotations
 
+import statistics
+import time
 from collections.abc import Callable, Mapping
-from functools import partial
-from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
-from attention_launches import Prompt
-from pyruntime.tools.synth import MODELS
+from stopwatch import Contestant, Gpu, Graph, Stopwatch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from pyruntime import Engine
-from pyruntime.driver.device import Device
-from pyruntime.driver.library import Library
+from pyruntime.driver.library import Kernel
 from pyruntime.driver.memory import DeviceArray
 from pyruntime.driver.program import Program
-from pyruntime.driver.stream import Stream
-from pyruntime.ops.attention_choice import choose
-from pyruntime.ops.gemm import OUTPUTS, gemm
+from pyruntime.model.config import ModelConfig
+from pyruntime.model.weights import layer_placements
+from pyruntime.ops.gemm import GATED, OUTPUTS, gemm
+from pyruntime.ops.gemm_choice import choose
 
-ROTATED = 256 << 20  # bytes of weights that one timing goes through
-LAUNCHES = 8  # of one timing
-BACKENDS = {"cudnn": SDPBackend.CUDNN_ATTENTION, "fa2": SDPBackend.FLASH_ATTENTION}
-
-Contestants = dict[str, Callable[[], object]]
-
-
-class Gpu:
-    """Device 0, with our kernels, and with `stream`, which is torch's current `torch_stream`."""
-
-    def __init__(self) -> None:
-        self.device = Device(0)
-        self.library = Library(self.device)
-        self.torch_stream = torch.cuda.Stream()
-        torch.cuda.set_stream(self.torch_stream)
-        self.stream = Stream(self.device, self.torch_stream.cuda_stream)
-
-    def normal(self, *shape: int) -> tuple[DeviceArray, torch.Tensor]:
-        """Random-normal fp16, as our array and as torch's view of it."""
-        array = DeviceArray(self.device, shape, np.float16)
-        view = torch.as_tensor(array, device="cuda")
-        return array, view.normal_()
+ROTATED = 256 << 20  # bytes of weights that products go through in turn: more than L2 holds
+TOLERANCE = 2e-3  # of a whole product in fp16, in relative norm
+PLAIN = "f32"  # the epilogue that does nothing more than cuBLAS
 
 
-def products(gpu: Gpu, case: Mapping[str, Any], m: int) -> Contestants:
-    """C [m, n] = A Wᵀ: ours with its epilogue, cuBLAS without one."""
-    n, k, epilogue = case["n"], case["k"], case["epilogue"]
+def products(gpu: Gpu, product: Mapping[str, Any], m: int, mma: bool) -> dict[str, Contestant]:
+    """C [m, n] = A Wᵀ by name: "ours" with its epilogue, "cublas", and "plain", ours without.
+
+    Args:
+        mma: "mma" takes part, too: the row of the mma.sync engine that would be chosen.
+
+    Raises:
+        ArithmeticError: "plain" is not what cuBLAS computes.
+    """
+    n, k, epilogue = product["n"], product["k"], product["epilogue"]
     copies = -(-ROTATED // (2 * n * k))
     a, torch_a = gpu.normal(m, k)
     w, torch_w = gpu.normal(copies * n, k)
-    width = n // 2 if epilogue == "swiglu" else n
-    c = DeviceArray(gpu.device, (m, width), OUTPUTS[epilogue]).fill(0)
-    rows, overflow = (DeviceArray(gpu.device, (1,), np.int32) for _ in range(2))
+    rows, overflow = (DeviceArray(gpu.device, (1,), np.int32).fill(0) for _ in range(2))
     rows.upload(np.array([m], np.int32))
-    program = Program()
-    for i in range(LAUNCHES):
-        start = i % copies * n
-        gemm(
-            program, gpu.library, a=a, w=w.rows(start, start + n), c=c, rows=rows, max_rows=m,
-            epilogue=epilogue, scale=2.0**-12, overflow=overflow,
-        )  # fmt: skip
     out = torch.empty(m, n, dtype=torch.float16, device="cuda")
     transposed = [torch_w[i * n : (i + 1) * n].T for i in range(copies)]
 
-    def cublas() -> None:
-        for i in range(LAUNCHES):
+    def cublas(calls: int) -> torch.Tensor:
+        for i in range(calls):
             torch.mm(torch_a, transposed[i % copies], out=out)
+        return out
 
-    return {"ours": lambda: program.run(gpu.stream), "cublas": cublas}
+    def ours(epilogue: str, engine: str | None = None, scale: float = 2.0**-12) -> Contestant:
+        able = [
+            row
+            for row in gpu.library.family("gemm")
+            if row.spec.tile["epilogue"] == epilogue and engine in (None, row.spec.tile["engine"])
+        ]
+        row = choose(able, m, n, k, gpu.device)
+        width = n // 2 if epilogue in GATED else n
+        c = DeviceArray(gpu.device, (m, width), OUTPUTS[epilogue]).fill(0)
+        view = torch.as_tensor(c, device="cuda")
+
+        def record(calls: int, row: Kernel = row) -> Program:
+            program = Program()
+            for i in range(calls):
+                start = i % copies * n
+                gemm(
+                    program, gpu.library, a=a, w=w.rows(start, start + n), c=c, rows=rows,
+                    max_rows=m, epilogue=epilogue, scale=scale, overflow=overflow, kernel=row,
+                )  # fmt: skip
+            return program
+
+        programs = {1: record(1)}
+
+        def enqueue(calls: int) -> torch.Tensor:
+            if calls not in programs:
+                programs[calls] = record(calls)
+            programs[calls].run(gpu.stream)
+            return view
+
+        return Contestant(enqueue, row.name, programs[1].launches)
+
+    found = {"ours": ours(epilogue), "cublas": Contestant(cublas, "torch.mm")}
+    plain = ours(PLAIN, scale=1.0)
+    apart = float((plain.enqueue(1) - cublas(1).float()).norm() / out.float().norm())
+    if not apart < TOLERANCE:
+        raise ArithmeticError(f"{plain.note} and cuBLAS are {apart:.2g} apart in relative norm")
+    if epilogue != PLAIN:
+        found["plain"] = plain
+    if mma:
+        found["mma"] = ours(epilogue, "mma")
+    return found
 
 
-def attentions(gpu: Gpu, case: Mapping[str, Any], nt: int) -> Contestants:
-    """Causal attention of one sequence.
+class Prefill(Protocol):
+    """Something that is a prefill, or takes its place."""
+
+    def reading(self, ms: float, lead: float = 0.0) -> tuple[float, float, float]:
+        """Milliseconds for its caller and on the GPU, and MHz after it.
+
+        Medians of what fits into about `ms`, at least one, after `lead` that do not count.
+        """
+
+
+class Called:
+    """A prefill that is called and waited for. `call` gives the GPU's milliseconds, or None."""
+
+    def __init__(self, watch: Stopwatch, call: Callable[[], float | None]) -> None:
+        self._watch, self._call = watch, call
+        call()
+
+    def reading(self, ms: float, lead: float = 0.0) -> tuple[float, float, float]:
+        """See `Prefill`."""
+        self._for(lead)
+        walls, gpus = zip(*(self._for(ms) or [self._once()]), strict=True)
+        return statistics.median(walls), statistics.median(gpus), self._watch.mhz()
+
+    def _for(self, ms: float) -> list[tuple[float, float]]:
+        end, found = time.perf_counter() + 1e-3 * ms, []
+        while time.perf_counter() < end:
+            found.append(self._once())
+        return found
+
+    def _once(self) -> tuple[float, float]:
+        started = time.perf_counter()
+        gpu = self._call()
+        wall = 1e3 * (time.perf_counter() - started)
+        return wall, wall if gpu is None else gpu
+
+
+class Replayed:
+    """A graph in a prefill's place. GPU time stands for the caller's, too."""
+
+    def __init__(self, gpu: Gpu, watch: Stopwatch, contestant: Contestant) -> None:
+        self._watch, self._graph = watch, Graph(gpu, contestant, watch)
+
+    def reading(self, ms: float, lead: float = 0.0) -> tuple[float, float, float]:
+        """See `Prefill`."""
+        found, mhz = self._watch.reading(self._graph, ms, lead)
+        return found, found, mhz
+
+
+def our_prefill(watch: Stopwatch, engine: Engine, nt: int) -> Called:
+    """Of `nt` tokens, logits of the last."""
+    ids = np.random.default_rng(0).integers(0, engine.config.vocab, nt)
+    return Called(watch, lambda: 1e3 * engine.prefill(ids).timings["gpu"])
+
+
+class Libraries:
+    """The products of a model by cuBLAS and its attention by cuDNN, and nothing else of it.
+
+    As in our prefill, after the last layer's attention only the last row is worked on. Everything
+    is random-normal: nothing depends on what was computed before.
+    """
+
+    def __init__(self, config: ModelConfig) -> None:
+        self._config = config
+        shapes = layer_placements(config, 0)
+        names = ("qkv", "attn_output", "gate_up", "down")
+        self._layers = [
+            {name: _weight(*shapes[name].shape) for name in names} for _ in range(config.layers)
+        ]
+        self._head = _weight(config.vocab, config.hidden)
+
+    def contestant(self, nt: int) -> Contestant:
+        """A call stands for a prefill of `nt` tokens."""
+        c, head = self._config, self._head
+        q = _normal(nt, c.heads, c.head_dim).transpose(0, 1)[None]
+        keys, values = (_normal(1, c.kv_heads, nt, c.head_dim) for _ in range(2))
+        inputs = {name: _normal(nt, weight.shape[0]) for name, weight in self._layers[0].items()}
+        outputs = {
+            name: torch.empty(nt, weight.shape[1], dtype=torch.float16, device="cuda")
+            for name, weight in self._layers[0].items()
+        }
+        logits = torch.empty(1, c.vocab, dtype=torch.float16, device="cuda")
+
+        def enqueue(calls: int) -> torch.Tensor:
+            with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+                for _ in range(calls):
+                    rows = nt
+                    for layer, weights in enumerate(self._layers, 1):
+                        for name, weight in weights.items():
+                            torch.mm(inputs[name][:rows], weight, out=outputs[name][:rows])
+                            if name == "qkv":
+                                scaled_dot_product_attention(
+                                    q, keys, values, is_causal=True, enable_gqa=True
+                                )
+                                rows = 1 if layer == c.layers else nt
+                    torch.mm(inputs["qkv"][:1], head, out=logits)
+            return logits
+
+        return Contestant(enqueue, f"{4 * c.layers + 1} products, {c.layers} attentions")
+
+
+def _normal(*shape: int) -> torch.Tensor:
+    return torch.empty(*shape, dtype=torch.float16, device="cuda").normal_()
+
+
+def _weight(n: int, k: int) -> torch.Tensor:
+    """A view [k, n] of a matrix [n, k] whose products are of order 1."""
+    return torch.empty(n, k, dtype=torch.float16, device="cuda").normal_(std=k**-0.5).T
+
+
+def transformers_prefill(watch: Stopwatch, config: ModelConfig) -> Callable[[int], Called]:
+    """Hugging Face's model of the same shapes in bf16, by the number of tokens.
 
     Raises:
-        ArithmeticError: ours and cuDNN's results are further apart than fp16 explains.
+        ModuleNotFoundError: transformers is not installed.
     """
-    heads, kv_heads, head_dim = case["heads"], case["kv_heads"], case["head_dim"]
-    q, torch_q = gpu.normal(nt, heads * head_dim)
-    out, torch_out = gpu.normal(nt, heads * head_dim)
-    k, torch_k = gpu.normal(kv_heads, nt, head_dim)
-    v, torch_v = gpu.normal(kv_heads, nt, head_dim)
-    choice = choose(
-        gpu.library, head_dim=head_dim, heads=heads, kv_heads=kv_heads, max_rows=nt, max_keys=nt
-    )
-    prompt = Prompt(gpu.library, gpu.stream, q=q, out=out, k=k, v=v)
-    program = prompt.program(choice, LAUNCHES)
-    by_head = torch_q.view(nt, heads, head_dim).transpose(0, 1)[None]
-    keys, values = torch_k[None], torch_v[None]
+    from transformers import AutoModelForCausalLM, Qwen2Config
 
-    def library(backend: SDPBackend, times: int = LAUNCHES) -> torch.Tensor:
-        with sdpa_kernel(backend):
-            for _ in range(times):
-                result = scaled_dot_product_attention(
-                    by_head, keys, values, is_causal=True, enable_gqa=True
-                )
-        return result
-
-    prompt.run(program)
-    theirs = library(SDPBackend.CUDNN_ATTENTION, 1)[0].transpose(0, 1).reshape(nt, -1)
-    apart = float((theirs.float() - torch_out.float()).abs().max())
-    if not apart < 0.01:
-        raise ArithmeticError(f"ours and cuDNN's results are {apart} apart")
-    return {
-        "ours": lambda: prompt.run(program),
-        **{name: partial(library, backend) for name, backend in BACKENDS.items()},
-    }
-
-
-class Prefills:
-    """A whole model twice: a GGUF file in ours, its shapes with random weights in transformers."""
-
-    def __init__(self, case: Mapping[str, Any], path: Path, most: int) -> None:
-        self._engine = Engine.load(path, device="cuda:0", max_tokens=most)
-        self._model = _transformers(case["name"])
-
-    def contestants(self, nt: int) -> Contestants:
-        """A prefill of `nt` tokens, logits of the last."""
-        ids = np.random.default_rng(0).integers(0, self._engine.config.vocab, nt)
-        both: Contestants = {"ours": lambda: self._engine.prefill(ids)}
-        if self._model is not None:
-            torch_ids = torch.as_tensor(ids, device="cuda")[None]
-
-            def theirs() -> None:
-                with torch.inference_mode():
-                    self._model(input_ids=torch_ids, use_cache=True, logits_to_keep=1)
-                torch.cuda.synchronize()
-
-            both["transformers"] = theirs
-        return both
-
-
-def _transformers(name: str) -> Any:
-    """The shapes of `name` in bf16; None where transformers is not installed."""
-    try:
-        from transformers import AutoModelForCausalLM, Qwen2Config
-    except ModuleNotFoundError:
-        return None
-    shape = MODELS[name]
-    config = Qwen2Config(
-        vocab_size=shape.vocab,
-        hidden_size=shape.hidden,
-        intermediate_size=shape.ffn,
-        num_hidden_layers=shape.layers,
-        num_attention_heads=shape.heads,
-        num_key_value_heads=shape.kv_heads,
-        max_position_embeddings=shape.context,
-        rms_norm_eps=shape.eps,
-        tie_word_embeddings=shape.tied,
+    shape = Qwen2Config(
+        vocab_size=config.vocab,
+        hidden_size=config.hidden,
+        intermediate_size=config.ffn,
+        num_hidden_layers=config.layers,
+        num_attention_heads=config.heads,
+        num_key_value_heads=config.kv_heads,
+        max_position_embeddings=config.context_length,
+        rms_norm_eps=config.eps,
+        tie_word_embeddings=config.tied,
     )
     with torch.device("cuda"):
-        return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
+        model = AutoModelForCausalLM.from_config(shape, dtype=torch.bfloat16).eval()
+
+    def prefill(nt: int) -> Called:
+        ids = torch.randint(config.vocab, (1, nt), device="cuda")
+
+        def call() -> None:
+            with torch.inference_mode():
+                model(input_ids=ids, use_cache=True, logits_to_keep=1)
+            torch.cuda.synchronize()
+
+        return Called(watch, call)
+
+    return prefill

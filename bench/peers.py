@@ -1,109 +1,119 @@
-"""Our kernels and prefill against libraries in one process, interleaved in random order.
+"""Our products and prefills against the libraries' in one process, interleaved in random order.
 
-torch gives cuBLAS (fp16 products) and scaled_dot_product_attention (cuDNN, FlashAttention-2), and
-transformers a whole prefill. Products and attention are GPU time, for both sides: events on one
-stream, with the GPU kept busy while the host enqueues. Prefills are wall time. Random-normal data;
-weights rotate over more memory than L2 holds. Our products also do what follows them (cases.toml
-says what), the libraries' do not.
+Products: ours against cuBLAS, GPU time of CUDA graphs, weights from more memory than L2 holds.
+Ours also do what follows them (cases.toml says what); "plain" does not.
+Prefills: ours against all of the model's products by cuBLAS and its attention by cuDNN, in one
+graph and nothing between them. Ours are timed for their caller and on the GPU.
+
+burst: rest before each timing, clocks as for a single prompt. sustained: back to back, as the power
+limit holds them. Random-normal data and weights; models are synthesized.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import re
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
-import tomllib
-from collections.abc import Callable, Mapping
-from datetime import UTC, datetime
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from importlib import metadata
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+from peers_cases import (
+    CASES,
+    Case,
+    choose,
+    expected_seconds,
+    findings,
+    table,
+)
 from pyruntime.tools.arms import require_gpu
-from regimes import interleaved
 
-from pyruntime.driver.device import driver_version
-from pyruntime.errors import DriverNotFoundError
-from pyruntime.measure.records import head_commit, save_record
-from pyruntime.measure.series import REGIMES
+from pyruntime.errors import DriverNotFoundError, InputError
+from pyruntime.measure.records import identity, load_record, save_record
 from pyruntime.measure.telemetry import Telemetry
 
-CASES = Path(__file__).with_name("cases.toml")
-HOST_MS = 0.15  # that torch may take to enqueue one call
-
-Time = Callable[[Callable[[], object]], float]
+KIND = "peers"
+MODEL = "qwen2.5-7b"  # that --model and --llama-bench are about
 
 
-def measure(args: argparse.Namespace) -> dict[str, Any]:
-    """Runs every case that was asked for; the record grows on disk as it goes."""
+def measure(args: argparse.Namespace, chosen: list[Case]) -> dict[str, Any]:
+    """Runs the chosen cases; the record grows on disk as it goes."""
     import torch
-    from contestants import LAUNCHES, Gpu, Prefills, attentions, products
+    from peers_contest import Field, product
+    from stopwatch import Gpu, Stopwatch
 
-    from pyruntime.measure.inplace import Hold, spans
+    from pyruntime.cubin.installed import installed_code
 
-    cases = tomllib.loads(CASES.read_text())
-    gpu, rest = Gpu(), REGIMES[args.regime].rest
-    record: dict[str, Any] = {
-        "commit": args.commit or head_commit(),
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "device": gpu.device.name,
-        "cuda": driver_version(),
-        "versions": versions("transformers"),
-        "regime": args.regime,
-        "gemm": {},
-        "attention": {},
-        "prefill": {},
-        "failed": {},
-        "llama_bench": {},
-        "quoted": cases["quoted"],
-    }
+    gpu = Gpu()
+    record: dict[str, Any] = identity(gpu.device, (), args.commit)
+    record |= {"versions": versions("transformers"), "cases": {}, "failed": {}, "llama_bench": {}}
+    record["quoted"] = CASES["quoted"]
+    del record["plan"]  # each case has its own
+    code = installed_code(record["architecture"])
+    started = time.perf_counter()
 
-    def keep(kind: str, name: str, build: Callable[[], Mapping[str, Any]], timed: Time) -> None:
+    def keep(case: Case, build: Callable[[], dict[str, Any]]) -> None:
+        begun = time.perf_counter()
         try:
-            record[kind][name] = interleaved(build(), timed, rounds=args.rounds, rest=rest)
-        except Exception as error:  # one library's refusal must not lose the others' figures
-            record["failed"][f"{kind} {name}"] = f"{type(error).__name__}: {error}"
-        save_record(args.save, "peers", record)
+            record["cases"][case.name] = figure = build()
+            record["kernels"] |= {name: code[name] for name in figure["kernels"]}
+        except Exception as error:  # the other cases' figures must not be lost
+            record["failed"][case.name] = f"{type(error).__name__}: {error}"
+        torch.cuda.empty_cache()
+        now = time.perf_counter()
+        print(f"{now - started:6.1f} s (+{now - begun:4.1f})  {case.name}", flush=True)
+        save_record(args.save, KIND, record)
 
     with gpu.device.current(), Telemetry(gpu.device) as telemetry:
-        hold = Hold(gpu.stream)
-
-        def on_gpu(run: Callable[[], object]) -> float:
-            gpu.stream.synchronize()
-            hold(LAUNCHES * HOST_MS + 0.5)
-            (ms,) = spans(gpu.stream, [run])
-            return ms / LAUNCHES
-
-        for case in cases["gemm"]:
-            for nt in cases["tokens"]:
-                keep("gemm", f"{case['name']} {nt}", partial(products, gpu, case, nt), on_gpu)
-        for case in cases["attention"]:
-            for nt in cases["tokens"]:
-                build = partial(attentions, gpu, case, nt)
-                keep("attention", f"{case['name']} {nt}", build, on_gpu)
-        hold.close()
-        torch.cuda.empty_cache()
-        for case in cases["prefill"] if args.model else ():
-            both = Prefills(case, args.model, max(cases["tokens"]))
-            for nt in cases["tokens"]:
-                build = partial(both.contestants, nt)
-                keep("prefill", f"{case['name']} {nt}", build, on_wall)
-    if args.llama_bench:
-        record["llama_bench"] = llama_bench(args.llama_bench, args.model, cases["tokens"])
+        watch = Stopwatch(gpu)
+        for case in (x for x in chosen if x.kind == "gemm"):
+            keep(case, partial(product, gpu, watch, case))
+        prefills = (x for x in chosen if x.kind == "prefill")
+        for name, group in groupby(prefills, key=lambda x: str(x.about["name"])):
+            some = list(group)
+            with ExitStack() as stack:
+                try:
+                    path = stack.enter_context(model_file(some[0], args.model))
+                    field = Field(gpu, watch, some, path, args.transformers)
+                    stack.callback(field.close)
+                except Exception as error:
+                    told = f"{type(error).__name__}: {error}"
+                    record["failed"] |= {case.name: told for case in some}
+                    continue
+                for case in some:
+                    keep(case, partial(field.prefill, case))
+                if args.llama_bench and name == MODEL:
+                    tokens = [case.tokens for case in some]
+                    record["llama_bench"] = llama_bench(args.llama_bench, path, tokens)
+        watch.close()
+    record["seconds"] = time.perf_counter() - started
     record["clocks"] = telemetry.record()
-    save_record(args.save, "peers", record)
+    save_record(args.save, KIND, record)
     return record
 
 
-def on_wall(run: Callable[[], object]) -> float:
-    """Milliseconds until a call has returned with its result."""
-    started = time.perf_counter()
-    run()
-    return 1e3 * (time.perf_counter() - started)
+@contextmanager
+def model_file(case: Case, given: Path | None) -> Iterator[Path]:
+    """The file of a case's model: the given one if it is of MODEL, or a new one for a while."""
+    from pyruntime.tools.synth import MODELS, write
+
+    name = case.about["name"]
+    if given and name == MODEL:
+        yield given
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, f"{name}.gguf")
+        write(path, name, MODELS[name], case.about["mix"])
+        yield path
 
 
 def versions(*packages: str) -> dict[str, str | None]:
@@ -133,45 +143,50 @@ def llama_bench(program: Path, model: Path, tokens: list[int]) -> dict[str, Any]
 
 
 def report(record: Mapping[str, Any]) -> None:
-    """Medians, and each peer's time over ours."""
-    for kind in ("gemm", "attention", "prefill"):
-        for name, raw in record[kind].items():
-            medians = {who: statistics.median(ms) for who, ms in raw.items()}
-            told = "  ".join(
-                f"{who} {ms:.4f} ms" + ("" if who == "ours" else f" ({ms / medians['ours']:.2f}x)")
-                for who, ms in medians.items()
-            )
-            print(f"{kind:<10} {name:<20} {told}")
+    """The tables, and what llama-bench has found."""
+    print("\n".join(table(record)))
     for nt, nanoseconds in record["llama_bench"].items():
         if nt != "report":
             rate = 1e9 * int(nt) / statistics.median(nanoseconds)
             print(f"llama-bench {nt:>7} tokens: {rate:,.0f} tok/s")
-    for name, text in record["failed"].items():
-        print(f"FAILED {name}: {text}")
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--model", type=Path, help="a Qwen2.5-7B shaped file, for whole prefills")
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser("peers", description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="a few cases only")
+    parser.add_argument("--cases", metavar="REGEX", default="", help="those whose name it finds")
+    parser.add_argument("--list", action="store_true", help="only names the cases")
+    parser.add_argument("--from", dest="source", type=Path, help="show a record; measure nothing")
+    parser.add_argument("--model", type=Path, help=f"a {MODEL} shaped file, instead of a new one")
+    parser.add_argument("--transformers", action="store_true", help="Hugging Face's prefill, too")
     parser.add_argument("--llama-bench", type=Path, metavar="PATH", help="llama.cpp's llama-bench")
-    parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--regime", choices=tuple(REGIMES), default="burst")
     parser.add_argument("--save", type=Path, default=Path("bench/results/peers.json"))
     parser.add_argument("--commit", help="recorded instead of asking git")
-    args = parser.parse_args()
-    if args.llama_bench and not args.model:
-        parser.error("--llama-bench needs --model")
+    args = parser.parse_args(argv)
     try:
-        require_gpu("peers")
-        record = measure(args)
-    except DriverNotFoundError as error:
+        chosen = choose(args.cases, args.quick)
+    except re.error as error:
+        parser.error(f"--cases {args.cases}: {error}")
+    if not chosen:
+        parser.error(f"--cases {args.cases}: no such case; --list names all")
+    if args.list:
+        print("\n".join(case.name for case in chosen))
+        return 0
+    try:
+        if args.source:
+            record = load_record(args.source, KIND)
+        else:
+            require_gpu("peers")
+            print(f"{len(chosen)} cases, about {expected_seconds(chosen):.0f} s", flush=True)
+            record = measure(args, chosen)
+    except (DriverNotFoundError, InputError) as error:
         print(error, file=sys.stderr)
         return error.exit_code
     except ModuleNotFoundError as error:
         print(f"peers: the libraries are missing: {error}", file=sys.stderr)
         return 2
     report(record)
-    return 1 if record["failed"] else 0
+    return 1 if findings(record) else 0
 
 
 if __name__ == "__main__":

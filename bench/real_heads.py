@@ -124,8 +124,7 @@ def measure(args: argparse.Namespace, layers: list[Heads]) -> dict[str, Any]:
         ArithmeticError: a result is not what float32 gives.
     """
     from attention_contestants import our_choices
-    from contestants import Gpu
-    from stopwatch import Graph, Stopwatch
+    from stopwatch import Gpu, Graph, Stopwatch
 
     gpu = Gpu()
     (rows, heads, head_dim), kv_heads = layers[0][0].shape, len(layers[0][1])

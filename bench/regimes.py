@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable, Mapping
-from typing import TypeVar
+from typing import Any, TypeVar
 
 REGIMES = ("burst", "sustained")
 # burst: rest between timings, clocks high, as for a single prompt. sustained: back to back, clocks
@@ -41,3 +41,16 @@ def interleaved(
             if round_ >= warm_up:
                 raw[name].append(reading)
     return raw
+
+
+def by_unit(
+    readings: Mapping[str, Mapping[str, list[Any]]], units: tuple[str, ...]
+) -> dict[str, dict[str, dict[str, list[Any]]]]:
+    """unit -> regime -> contestant -> raw values, of readings that hold a value of each unit."""
+    return {
+        unit: {
+            regime: {name: [x[i] for x in raw] for name, raw in found.items()}
+            for regime, found in readings.items()
+        }
+        for i, unit in enumerate(units)
+    }

@@ -1,4 +1,4 @@
-"""Contestants as CUDA graphs, and their times on the GPU. Needs torch."""
+"""A GPU that we share with torch, contestants as CUDA graphs, and their times. Needs torch."""
 
 from __future__ import annotations
 
@@ -6,17 +6,38 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
+import numpy as np
 import torch
-from contestants import Gpu
 from regimes import WORK_MS
 
+from pyruntime.driver.device import Device
+from pyruntime.driver.library import Library
+from pyruntime.driver.memory import DeviceArray
 from pyruntime.driver.program import Launch
+from pyruntime.driver.stream import Stream
 from pyruntime.measure.clock import ClockProbe
 from pyruntime.measure.inplace import Hold, spans
 
 MOST = 256  # calls of one graph
 HOLD_MS = 0.5  # that the host may take to launch a graph
 HOST_MS = 0.15  # that torch may take to enqueue one call
+
+
+class Gpu:
+    """Device 0, with our kernels, and with `stream`, which is torch's current `torch_stream`."""
+
+    def __init__(self) -> None:
+        self.device = Device(0)
+        self.library = Library(self.device)
+        self.torch_stream = torch.cuda.Stream()
+        torch.cuda.set_stream(self.torch_stream)
+        self.stream = Stream(self.device, self.torch_stream.cuda_stream)
+
+    def normal(self, *shape: int) -> tuple[DeviceArray, torch.Tensor]:
+        """Random-normal fp16, as our array and as torch's view of it."""
+        array = DeviceArray(self.device, shape, np.float16)
+        view = torch.as_tensor(array, device="cuda")
+        return array, view.normal_()
 
 
 @dataclass(frozen=True)
@@ -56,7 +77,11 @@ class Stopwatch:
         """Milliseconds per call over about `ms`, after `lead` that do not count, and MHz then."""
         before, times = round(lead / graph.ms), max(round(ms / graph.ms), 1)
         _, total = self(partial(graph.replay, before), partial(graph.replay, times))
-        return total / (times * graph.calls), self._probe.mhz()
+        return total / (times * graph.calls), self.mhz()
+
+    def mhz(self) -> float:
+        """The SM clock now."""
+        return self._probe.mhz()
 
     def close(self) -> None:
         """Frees what it holds. Idempotent."""

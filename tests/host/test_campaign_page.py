@@ -71,9 +71,12 @@ def made_up_peers() -> dict[str, Any]:
     return {
         "device": "Made-up GPU", "commit": None, "date": "2026-03-04T00:00:00",
         "versions": {"torch": "2.11", "transformers": None},
-        "gemm": {"qkv 512": {"ours": [1.0, 1.2, 1.1], "cublas": [0.9, 0.88, 0.91]}},
-        "attention": {"qwen2.5-7b 512": {"ours": [0.2], "cudnn": [0.1], "fa2": [0.3]}},
-        "prefill": {}, "failed": {"gemm o 512": "RuntimeError: x"},
+        "cases": {
+            "gemm qkv 512": {"ms": {"burst": {"ours": [1.0, 1.2, 1.1], "cublas": [0.9, 0.88, 0.91]},
+                                    "sustained": {"ours": [2.0], "cublas": [3.0]}}},
+            "prefill qwen2.5-7b 512": {"ms": {"burst": {"ours": [0.2], "libraries": [0.1]}}},
+        },
+        "failed": {"gemm o 512": "RuntimeError: x"},
         "quoted": [{"peer": "llama.cpp", "model": "m", "source": "s",
                     "tokens_per_s": {"512": 9800}}],
     }  # fmt: skip
@@ -127,7 +130,9 @@ def test_records_are_shown(campaign: ModuleType, results: Path) -> None:
         assert f"{p['a']['wall']:.4f}" in text and f"{p['b']['gpu']:.4f}" in text
     prices = [line for line in text.splitlines() if line.startswith("| r46 | attention")]
     assert len(prices) == 1 and prices[0].endswith("| below the bar |")
-    assert "0.9000 (0.82x)" in text and "failed: gemm o 512: RuntimeError: x" in text
+    assert "| qkv 512 | 1.1000 (1.00x) | 0.9000 (0.82x) |" in text and "3.0000 (1.50x)" in text
+    assert "| gemm, sustained |" in text and "| prefill, sustained |" not in text
+    assert "failed: gemm o 512: RuntimeError: x" in text
     assert "quoted, not measured: llama.cpp, m: 9,800 at 512 tokens/s" in text
 
 

@@ -1,0 +1,174 @@
+"""bench/peers.py on a made-up GPU with a made-up torch, and its records and floors."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import fake_torch
+import pytest
+import timed_driver
+
+from pyruntime.cubin.installed import manifest
+from pyruntime.measure.records import load_record, save_record
+
+Bench = Callable[[str], Any]
+PRODUCT = {"name": "o", "n": 256, "k": 512, "epilogue": "add", "also": "adds"}
+GATED = {"name": "gate_up", "n": 512, "k": 256, "epilogue": "swiglu", "also": "SwiGLU"}
+MODEL = {"name": "tiny", "mix": "Q8_0", "tokens": [1, 100], "libraries": True}
+
+
+@pytest.fixture
+def bench(monkeypatch: pytest.MonkeyPatch) -> Iterator[Bench]:
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "bench"))
+    yield importlib.import_module
+    for name in ("stopwatch", "contestants", "peers_contest"):  # they hold the made-up torch
+        sys.modules.pop(name, None)
+
+
+def test_cases(bench: Bench) -> None:
+    cases = bench("peers_cases")
+    found = {case.name: case for case in cases.cases()}
+    assert len(found) == len(cases.cases()) == 29 and set(cases.QUICK) <= set(found)
+    assert found["gemm down 512"].flop == 2 * 512 * 3584 * 18944
+    assert [name for name, case in found.items() if case.mma] == [
+        f"gemm {name} 4096" for name in ("qkv", "o", "gate_up", "down")
+    ]
+    assert cases.expected_seconds(found.values()) < 200
+    assert cases.expected_seconds(cases.choose("", quick=True)) < 60
+    assert [case.name for case in cases.choose("prefill.*0.5b 2048", quick=False)] == [
+        "prefill qwen2.5-0.5b 2048"
+    ]
+
+
+def figure(ours: float, peers: dict[str, float], **more: Any) -> dict[str, Any]:
+    """One with these medians in both regimes."""
+    raw = {who: [9 * ms, ms, 0.1 * ms] for who, ms in {"ours": ours, **peers}.items()}
+    both = {"burst": raw, "sustained": raw}
+    return {"ms": both, "skipped": {}, **more}
+
+
+def record(**cases: Any) -> dict[str, Any]:
+    quoted = [{"model": "qwen2.5-0.5b", "tokens_per_s": {"512": 50000}}]
+    return {"cases": cases, "failed": {}, "quoted": quoted, "llama_bench": {}}
+
+
+def verdicts(bench: Bench, found: dict[str, Any]) -> dict[str, str]:
+    told = {floor.quantity: floor.verdict(found) for floor in bench("peers_cases").floors()}
+    return {quantity: verdict for quantity, verdict in told.items() if verdict}
+
+
+def test_floors(bench: Bench) -> None:
+    a = figure(1.0, {"cublas": 1.21, "mma": 2.0}, flop=8e11)
+    b = figure(1.0, {"cublas": 0.85, "mma": 2.0}, flop=6e11)
+    found = verdicts(bench, record(**{"gemm a 4096": a, "gemm b 4096": b}))
+    assert found == {
+        "cuBLAS over ours, mean": "MISSED: sustained",  # 1.014
+        "mma.sync 4096: least TF": "MISSED: burst",  # 300
+    }
+    prefills = {
+        "prefill qwen2.5-7b 512": figure(10.0, {"libraries": 9.6}, tokens=512),
+        "prefill qwen2.5-7b 2048": figure(45.0, {"libraries": 44.0}, tokens=2048),
+        "prefill qwen2.5-7b 128": figure(5.1, {}, tokens=128),
+        "prefill qwen2.5-7b 1": figure(4.4, {}, tokens=1),
+        "prefill qwen2.5-0.5b 512": figure(2.0, {}, tokens=512),
+    }
+    found = verdicts(bench, record(**prefills))
+    assert found == {
+        "7B 512: libraries over ours": "ok",
+        "7B 2048: libraries over ours": "MISSED: burst, sustained",
+        "7B 512: k tokens/s": "ok",
+        "7B 2048: k tokens/s": "MISSED: burst, sustained",
+        "7B 128: ms": "MISSED: burst",
+        "7B 1: ms": "ok",
+        "0.5B 512: times llama.cpp (quoted)": "ok",
+    }
+
+
+def test_a_record_is_shown(bench: Bench, tmp_path: Path, capsys: Any) -> None:
+    main, path = bench("peers").main, tmp_path / "peers.json"
+    good = record(**{"gemm a 512": figure(1.0, {"cublas": 1.1}, flop=5e11)})
+    save_record(path, "peers", good)
+    assert main(["--from", str(path)]) == 0
+    out = capsys.readouterr().out
+    assert "| 1 ms 500 TF cublas 1.10x" in out and "1.100" in out and "MISSED" not in out
+    save_record(path, "peers", good | {"failed": {"gemm b 512": "RuntimeError: x"}})
+    assert main(["--from", str(path)]) == 1
+    assert "FAILED gemm b 512: RuntimeError: x" in capsys.readouterr().out
+    assert main(["--from", "/nowhere.json"]) == 2
+    assert main(["--list", "--cases", "0.5b"]) == 0
+    assert len(capsys.readouterr().out.splitlines()) == 3
+    for pattern in ("(", "no such"):
+        with pytest.raises(SystemExit):
+            main(["--cases", pattern])
+
+
+@pytest.fixture
+def peers(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The module, of two small products and a tiny model, on a made-up GPU."""
+    if "90a" not in manifest()["architectures"]:
+        pytest.skip("no cubins for sm_90a are installed")
+    fake_torch.install(monkeypatch, timed_driver.install(monkeypatch))
+    regimes, cases = bench("regimes"), bench("peers_cases")
+    for module in (regimes, cases):
+        for name in ("REST", "PREFILL_REST"):
+            monkeypatch.setattr(module, name, 0.0, raising=False)
+        for name in ("SUSTAINED_MS", "LEAD_MS", "PRODUCT_MS"):
+            monkeypatch.setattr(module, name, 2.0, raising=False)
+    made_up = {
+        "gemm": {"tokens": [64, 4096], "product": [PRODUCT, GATED]},
+        "prefill": [MODEL],
+        "quoted": [],
+    }
+    monkeypatch.setattr(cases, "CASES", made_up)
+    return bench("peers")
+
+
+def test_a_run(peers: Any, tmp_path: Path, capsys: Any) -> None:
+    path = tmp_path / "peers.json"
+    peers.main(["--save", str(path), "--commit", "abc"])
+    found = load_record(path, "peers")
+    assert found["failed"] == {} and found["commit"] == "abc"
+    assert list(found["cases"]) == [
+        "gemm o 64", "gemm o 4096", "gemm gate_up 64", "gemm gate_up 4096",
+        "prefill tiny 1", "prefill tiny 100",
+    ]  # fmt: skip
+    small, large = (found["cases"][f"gemm gate_up {nt}"] for nt in (64, 4096))
+    assert set(small["ms"]["burst"]) == {"ours", "cublas", "plain"}
+    assert set(large["ms"]["burst"]) == {"ours", "cublas", "plain", "mma"}
+    assert set(large["ms"]["sustained"]) == {"ours", "cublas", "mma"}
+    assert {len(raw) for raw in large["ms"]["burst"].values()} == {9}
+    assert {len(raw) for raw in large["mhz"]["sustained"].values()} == {3}
+    assert large["notes"]["ours"].startswith("gemm_wgmma_swiglu")
+    assert large["notes"]["mma"].startswith("gemm_swiglu") and small["also"] == "SwiGLU"
+    prefill = found["cases"]["prefill tiny 100"]
+    for unit in ("ms", "gpu_ms", "mhz"):
+        assert {len(raw) for raw in prefill[unit]["burst"].values()} == {7}
+        assert set(prefill[unit]["sustained"]) == {"ours", "libraries"}
+    assert prefill["skipped"] == {} and prefill["tokens"] == 100
+    kernels = {name for figure in found["cases"].values() for name in figure["kernels"]}
+    assert set(found["kernels"]) == kernels and any("attention" in name for name in kernels)
+    assert "prefill tiny 100" in capsys.readouterr().out
+
+
+def test_a_failure_loses_nothing_else(
+    peers: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: Any
+) -> None:
+    path = tmp_path / "peers.json"
+
+    def refuse(*arguments: Any, **more: Any) -> None:
+        raise RuntimeError("no attention\nhere")
+
+    contestants = importlib.import_module("contestants")
+    monkeypatch.setattr(contestants, "scaled_dot_product_attention", refuse)
+    monkeypatch.setitem(PRODUCT, "epilogue", "sine")
+    assert peers.main(["--save", str(path)]) == 1
+    found = load_record(path, "peers")
+    assert set(found["failed"]) == {"gemm o 64", "gemm o 4096"}
+    prefill = found["cases"]["prefill tiny 100"]
+    assert prefill["skipped"] == {"libraries": "RuntimeError: no attention"}
+    assert set(prefill["ms"]["burst"]) == {"ours"}
+    assert "libraries: RuntimeError: no attention" in capsys.readouterr().out
