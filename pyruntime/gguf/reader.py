@@ -71,11 +71,13 @@ class GGUFFile:
 
     def dequantize(self, name: str) -> NDArray[np.float32]:
         """A tensor's values: float32 of the tensor's shape (by gguf-py's NumPy code)."""
+        tensor = self._known(name)
+        rows = self.read(name).reshape(*tensor.shape[:-1], -1)
+        if tensor.type is not None and tensor.type.name == "F32":
+            return rows.view("<f4")  # gguf-py takes long to import
         from gguf import GGMLQuantizationType
         from gguf.quants import dequantize
 
-        tensor = self._known(name)
-        rows = self.read(name).reshape(*tensor.shape[:-1], -1)
         values: NDArray[np.float32] = dequantize(rows, GGMLQuantizationType(tensor.type_id))
         return values
 

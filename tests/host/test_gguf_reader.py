@@ -202,6 +202,13 @@ def test_read_into_part_of_a_tensor(tmp_path: Path) -> None:
             file.read("none")
 
 
+def test_float32_needs_no_gguf_py(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with GGUFFile.open(write(tmp_path / "m.gguf", tensors=("s", "t"))) as file:
+        monkeypatch.setitem(sys.modules, "gguf", None)  # an import of it fails
+        values = file.dequantize("t")
+    assert values.dtype == np.float32 and values.tolist() == [[1] * 4] * 2
+
+
 def test_where_names_file_offset_and_item(tmp_path: Path) -> None:
     path = write(tmp_path / "m.gguf")
     with GGUFFile.open(path) as file:
