@@ -217,8 +217,8 @@ class Engine:
 
         Nothing is allocated and no device is asked: `device`, `memory_budget` and `stream` change
         nothing, nor does an `attention` that there is: the workspace is the same for all. While it
-        loads, 64 MiB or more of staging buffers come on top. Raises: as `load` does for the file
-        and the other options.
+        loads, staging buffers of up to 96 MiB come on top (more for rows of over 4 MiB). Raises: as
+        `load` does for the file and the other options.
         """
         check_options(weights, attention, kv_dtype, graphs, overlap, exact)
         from pyruntime.hub import resolve

@@ -3,6 +3,7 @@
 `FakeDriver` takes the place of the module `cuda.bindings.driver`. Device memory is host memory,
 copies are made at once, kernels do nothing (so logits are zeros). It counts all that can leak,
 notes misuse that a real driver would punish late or not at all, and fails where a test wants it to.
+Threads are served one at a time.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import ctypes
 from collections import Counter, defaultdict
 from collections.abc import Callable
 from functools import partial
-from threading import get_ident
+from threading import RLock, get_ident
 from typing import Any
 
 import numpy as np
@@ -64,6 +65,7 @@ class FakeDriver:
         self.hook: Callable[[str, tuple[Any, ...]], object] = lambda name, arguments: None
         self.calls: Counter[str] = Counter()
         self.misuse: list[str] = []
+        self._lock = RLock()  # a finalizer may come in the middle
         self._pushed: defaultdict[int, list[str]] = defaultdict(list)  # by thread
         arch = min(manifest()["architectures"], key=lambda a: a != "90a")  # it has clusters
         major, minor = divmod(int(arch.rstrip("af")), 10)
@@ -85,6 +87,10 @@ class FakeDriver:
         """Status and results, as the bindings return them."""
         if any(a is not self for a in arguments if isinstance(a, FakeDriver)):
             return (driver.CUresult(INVALID_VALUE),)  # garbage of a test that failed earlier
+        with self._lock:
+            return self._answer(name, arguments)
+
+    def _answer(self, name: str, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
         self.calls[name] += 1
         self.hook(name, arguments)
         try:

@@ -1,16 +1,19 @@
 """Matrices from a GGUF file into device memory as fp16.
 
-Threaded reads into a ring of pinned buffers, asynchronous copies and dequantization on the GPU run
-at the same time.
+Each reader thread takes piece after piece: it reads one into a pinned buffer, and puts its copy and
+its dequantization on that buffer's stream. So reads, copies and kernels run at the same time, and
+the interpreter is held for none of them.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+import os
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass
+from queue import SimpleQueue
+from threading import Lock
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -19,7 +22,7 @@ from pyruntime.driver.device import Device
 from pyruntime.driver.library import Library
 from pyruntime.driver.memory import DeviceArray, PinnedBuffer
 from pyruntime.driver.program import Program
-from pyruntime.driver.stream import Event, Stream
+from pyruntime.driver.stream import Stream
 from pyruntime.errors import CudaError, NumericalError
 from pyruntime.model.live import NO_OVERFLOW
 from pyruntime.ops.dequant import dequantize
@@ -27,9 +30,9 @@ from pyruntime.ops.dequant import dequantize
 if TYPE_CHECKING:
     from pyruntime.gguf import GGUFFile, TensorInfo
 
-SLOT_BYTES = 8 << 20
-SLOTS = 8
-READERS = 4
+SLOT_BYTES = 4 << 20
+READERS = min(max(len(os.sched_getaffinity(0)), 4), 16)  # on few cores to wait for a disk
+SLOTS = READERS + 8  # to be copied from while others are read into
 
 
 @dataclass(frozen=True)
@@ -59,58 +62,72 @@ class _Chunk:
 
 
 class _Slot:
-    """A pinned buffer, its device twin, and the event after which both are free again.
+    """A pinned buffer, its device twin, and the stream that ends with their last use.
 
-    `resources` closes them.
+    `resources` waits for it and closes all three.
     """
 
     def __init__(self, device: Device, nbytes: int, resources: ExitStack) -> None:
         own = resources.enter_context
         self.pinned = own(closing(PinnedBuffer(device, nbytes)))
         self.staging = own(closing(DeviceArray(device, (nbytes,), np.uint8, what="staging buffer")))
-        self.free = own(closing(Event(device)))
+        self.stream = own(closing(Stream(device)))
+        resources.callback(self.stream.synchronize)
 
 
 def load_matrices(
     file: GGUFFile,
-    parts: list[MatrixPart],
+    parts: Iterable[MatrixPart],
     library: Library,
     progress: Callable[[int], object],
 ) -> None:
     """Fills the `out` arrays of `parts` and waits for it.
 
     Args:
-        progress: called with the bytes of each piece that has been handed to the GPU.
+        parts: each is asked for while those before it are being read: time to allocate its `out`.
+        progress: called with the bytes of each piece that has been handed to the GPU, in order.
 
     Raises:
         GGUFError: a read failed. NumericalError: a weight is out of fp16's range.
     """
     device = library.device
-    slot_bytes = max([SLOT_BYTES, *(_row_bytes(part) for part in parts)])
     resources = ExitStack()
-    stream = resources.enter_context(closing(Stream(device)))
     slots: list[_Slot] = []
-    reads: deque[tuple[Future[None], _Slot, _Chunk]] = deque()
+    free: SimpleQueue[_Slot | None] = SimpleQueue()  # None: one that is still to be made
+    for _ in range(SLOTS):
+        free.put(None)
+    counting = Lock()  # kernels count their launches
+    failures: list[Exception] = []
 
-    def finish() -> None:
-        """Hands the oldest read to the GPU."""
-        read, slot, chunk = reads.popleft()
-        read.result()
-        part = chunk.part
+    def load(chunk: _Chunk) -> int:
+        """Reads a piece, hands it to the GPU and returns its bytes."""
+        slot = free.get()
+        try:
+            with device.current():
+                if slot is not None:
+                    slot.stream.synchronize()
+                if slot is None or slot.staging.nbytes < chunk.nbytes:
+                    slot = _Slot(device, max(SLOT_BYTES, chunk.nbytes), resources)
+                    slots.append(slot)
+                out = slot.pinned.array[: chunk.nbytes].data
+                file.read_into(chunk.part.tensor, chunk.first * chunk.row_bytes, out)
+                hand_over(chunk, slot)
+        except Exception as error:
+            failures.append(error)
+            raise
+        finally:
+            free.put(slot)
+        return chunk.nbytes
+
+    def hand_over(chunk: _Chunk, slot: _Slot) -> None:
+        part, source = chunk.part, slot.pinned.ptr
         if part.out.dtype == np.uint8:
             target = part.out.ptr + chunk.first * chunk.row_bytes
-            stream.copy_to_device(target, slot.pinned.ptr, chunk.nbytes)
-        else:
-            stream.copy_to_device(slot.staging.ptr, slot.pinned.ptr, chunk.nbytes)
-            unpack(slot, chunk)
-        slot.free.record(stream)
-        progress(chunk.nbytes)
-
-    def unpack(slot: _Slot, chunk: _Chunk) -> None:
-        """Dequantizes what is on its way to the slot's staging buffer."""
-        program = Program()
-        part = chunk.part
+            slot.stream.copy_to_device(target, source, chunk.nbytes)
+            return
         assert part.tensor.type is not None  # unknown types were refused with the config
+        slot.stream.copy_to_device(slot.staging.ptr, source, chunk.nbytes)
+        program = Program()
         dequantize(
             program,
             library,
@@ -124,54 +141,40 @@ def load_matrices(
             overflow=overflow,
             site=chunk.site,
         )
-        program.run(stream)
-
-    def release() -> None:
-        for read, _, _ in reads:
-            read.cancel()
-        pool.shutdown(wait=True)  # nobody writes into the buffers any more
-        with resources:
-            stream.synchronize()
+        with counting:
+            program.run(slot.stream)
 
     with ThreadPoolExecutor(READERS, "pyruntime-read") as pool, device.current():
         try:
             word = DeviceArray(device, (1,), np.int32, what="overflow word")
             overflow = resources.enter_context(closing(word))
             overflow.upload(np.array([NO_OVERFLOW]))
-            for index, chunk in enumerate(_chunks(parts, slot_bytes)):
-                if len(reads) == SLOTS:
-                    finish()
-                if len(slots) < SLOTS:
-                    slots.append(_Slot(device, slot_bytes, resources))
-                slot = slots[index % SLOTS]
-                slot.free.synchronize()
-                out = slot.pinned.array[: chunk.nbytes].data
-                offset = chunk.first * chunk.row_bytes
-                reads.append(
-                    (pool.submit(file.read_into, chunk.part.tensor, offset, out), slot, chunk)
-                )
-            while reads:
-                finish()
-            stream.synchronize()
+            chunks, loads = [], []
+            for chunk in _chunks(parts):
+                chunks.append(chunk)
+                loads.append(pool.submit(load, chunk))
+            for done in loads:
+                progress(done.result())
+            for slot in slots:
+                slot.stream.synchronize()
             site = int(np.asarray(overflow)[0])
-        except BaseException:
+        except BaseException as error:
+            pool.shutdown(cancel_futures=True)  # nobody writes into the buffers any more
             with suppress(CudaError):  # the first failure is the one to report
-                release()
+                resources.close()
+            if failures and isinstance(error, Exception):
+                raise failures[0] from None
             raise
-        release()
+        resources.close()
     if site != NO_OVERFLOW:
-        name = parts[site].tensor.name
+        name = next(c.part.tensor.name for c in chunks if c.site == site)
         raise NumericalError(f"{file.path}: tensor '{name}' holds a weight beyond fp16's ±65504")
 
 
-def _row_bytes(part: MatrixPart) -> int:
-    return part.tensor.nbytes // part.tensor.shape[0]
-
-
-def _chunks(parts: list[MatrixPart], slot_bytes: int) -> Iterator[_Chunk]:
+def _chunks(parts: Iterable[MatrixPart]) -> Iterator[_Chunk]:
     for site, part in enumerate(parts):
-        row_bytes = _row_bytes(part)
-        step = slot_bytes // row_bytes
-        for first in range(0, part.tensor.shape[0], step):
-            rows = min(step, part.tensor.shape[0] - first)
-            yield _Chunk(part, site, first, rows, row_bytes)
+        rows = part.tensor.shape[0]
+        row_bytes = part.tensor.nbytes // rows
+        step = max(SLOT_BYTES // row_bytes, 1)
+        for first in range(0, rows, step):
+            yield _Chunk(part, site, first, min(step, rows - first), row_bytes)

@@ -6,7 +6,7 @@ The embedding stays packed: its rows are looked up and unpacked exactly.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -137,34 +137,11 @@ class Weights:
         groups: list[dict[str, DeviceArray]] = [{} for _ in placements]
         self.outer, self.layers = groups[0], groups[1:]
         try:
-            for arrays, group in zip(groups, placements, strict=True):
-                _allocate(library.device, group, arrays)
-            self._fill(file, groups, placements, library, progress)
+            load_matrices(file, _parts(file, library.device, placements, groups), library, progress)
         except BaseException:
             with suppress(CudaError):  # the first failure is the one to report
                 self.close()
             raise
-
-    def _fill(
-        self,
-        file: GGUFFile,
-        groups: list[dict[str, DeviceArray]],
-        placements: list[dict[str, Placement]],
-        library: Library,
-        progress: Callable[[int], object],
-    ) -> None:
-        parts: list[MatrixPart] = []
-        for arrays, group in zip(groups, placements, strict=True):
-            for name, placement in group.items():
-                if len(placement.shape) == 1:
-                    vectors = [file.dequantize(source.tensor) for source in placement.sources]
-                    arrays[name].upload(np.concatenate(vectors))
-                    continue
-                parts += [
-                    MatrixPart(file.tensors[s.tensor], arrays[name], s.row0, s.row_step)
-                    for s in placement.sources
-                ]
-        load_matrices(file, parts, library, progress)
 
     def arrays(self) -> Iterator[DeviceArray]:
         """Every array."""
@@ -177,9 +154,20 @@ class Weights:
             array.close()
 
 
-def _allocate(
-    device: Device, placements: Mapping[str, Placement], arrays: dict[str, DeviceArray]
-) -> None:
-    for name, placement in placements.items():
-        what = f"weight {placement.sources[0].tensor}"
-        arrays[name] = DeviceArray(device, placement.shape, placement.dtype, what=what)
+def _parts(
+    file: GGUFFile,
+    device: Device,
+    placements: list[dict[str, Placement]],
+    groups: list[dict[str, DeviceArray]],
+) -> Iterator[MatrixPart]:
+    """Allocates the arrays of one group after the other, fills its vectors, yields its matrices."""
+    for arrays, group in zip(groups, placements, strict=True):
+        for name, placement in group.items():
+            what = f"weight {placement.sources[0].tensor}"
+            arrays[name] = DeviceArray(device, placement.shape, placement.dtype, what=what)
+            if len(placement.shape) == 1:
+                vectors = [file.dequantize(source.tensor) for source in placement.sources]
+                arrays[name].upload(np.concatenate(vectors))
+                continue
+            for s in placement.sources:
+                yield MatrixPart(file.tensors[s.tensor], arrays[name], s.row0, s.row_step)
