@@ -59,6 +59,7 @@ struct Wgmma;
 template <int N>
 struct WgmmaRegisters;
 
+#define WGMMA_LIST_4 "%0, %1, %2, %3"
 #define WGMMA_NAMES_0 "%0, %1, %2, %3, %4, %5, %6, %7"
 #define WGMMA_NAMES_8 "%8, %9, %10, %11, %12, %13, %14, %15"
 #define WGMMA_NAMES_16 "%16, %17, %18, %19, %20, %21, %22, %23"
@@ -75,7 +76,9 @@ struct WgmmaRegisters;
 #define WGMMA_NAMES_104 "%104, %105, %106, %107, %108, %109, %110, %111"
 #define WGMMA_NAMES_112 "%112, %113, %114, %115, %116, %117, %118, %119"
 #define WGMMA_NAMES_120 "%120, %121, %122, %123, %124, %125, %126, %127"
-#define WGMMA_LIST_32 WGMMA_NAMES_0 ", " WGMMA_NAMES_8 ", " WGMMA_NAMES_16 ", " WGMMA_NAMES_24
+#define WGMMA_LIST_8 WGMMA_NAMES_0
+#define WGMMA_LIST_16 WGMMA_NAMES_0 ", " WGMMA_NAMES_8
+#define WGMMA_LIST_32 WGMMA_LIST_16 ", " WGMMA_NAMES_16 ", " WGMMA_NAMES_24
 #define WGMMA_LIST_40 WGMMA_LIST_32 ", " WGMMA_NAMES_32
 #define WGMMA_LIST_48 WGMMA_LIST_40 ", " WGMMA_NAMES_40
 #define WGMMA_LIST_56 WGMMA_LIST_48 ", " WGMMA_NAMES_48
@@ -91,8 +94,10 @@ struct WgmmaRegisters;
 #define WGMMA_REGISTERS(i)                                                                    \
   "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), \
       "+f"(d[i + 6]), "+f"(d[i + 7])
-#define WGMMA_OUT_32 \
-  WGMMA_REGISTERS(0), WGMMA_REGISTERS(8), WGMMA_REGISTERS(16), WGMMA_REGISTERS(24)
+#define WGMMA_OUT_4 "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+#define WGMMA_OUT_8 WGMMA_REGISTERS(0)
+#define WGMMA_OUT_16 WGMMA_OUT_8, WGMMA_REGISTERS(8)
+#define WGMMA_OUT_32 WGMMA_OUT_16, WGMMA_REGISTERS(16), WGMMA_REGISTERS(24)
 #define WGMMA_OUT_40 WGMMA_OUT_32, WGMMA_REGISTERS(32)
 #define WGMMA_OUT_48 WGMMA_OUT_40, WGMMA_REGISTERS(40)
 #define WGMMA_OUT_56 WGMMA_OUT_48, WGMMA_REGISTERS(48)
@@ -125,6 +130,9 @@ struct WgmmaRegisters;
           : "memory");                                                                            \
     }                                                                                             \
   };
+WGMMA(8, 4, 4, 5, 6)
+WGMMA(16, 8, 8, 9, 10)
+WGMMA(32, 16, 16, 17, 18)
 WGMMA(64, 32, 32, 33, 34)
 WGMMA(80, 40, 40, 41, 42)
 WGMMA(96, 48, 48, 49, 50)
