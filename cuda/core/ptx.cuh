@@ -75,6 +75,11 @@ __device__ __forceinline__ void store_floats(float* to, float4 v) {
                : "memory");
 }
 
+// red.add (9.7.13.7): *to += x, done in L2; subnormal numbers count as zeros.
+__device__ __forceinline__ void add_float(float* to, float x) {
+  asm volatile("red.global.add.f32 [%0], %1;\n" ::"l"(to), "f"(x) : "memory");
+}
+
 // cvt.rn.f16x2.f32 (9.7.9.21): two floats to the fp16 halves of a word.
 __device__ __forceinline__ uint32_t pack_halves(float low, float high) {
   uint32_t r;

@@ -79,9 +79,9 @@ def _choice(library: Library, epilogue: str, m: int, n: int, k: int) -> Kernel:
 
 
 def _grid(kernel: Kernel, max_rows: int, n: int, device: Device) -> int:
-    """Blocks; a wgmma row that does not split k is persistent and needs what fits at a time."""
+    """Blocks; a row with TMA that does not split k is persistent: what fits at a time will do."""
     count, tile = units(kernel.spec, max_rows, n), kernel.spec.tile
-    if tile["engine"] == "wgmma" and tile["split"] == 1:
+    if tile.get("split") == 1:
         count = min(count, at_once(kernel, device))
     return count * kernel.spec.cluster
 
@@ -91,7 +91,8 @@ def _operands(kernel: Kernel, a: DeviceArray, w: DeviceArray) -> dict[str, Devic
     tile = kernel.spec.tile
     if tile["engine"] == "mma":
         return {"a": a, "w": w}
-    bm, bn, bk, share = (int(tile[name]) for name in ("bm", "bn", "bk", "share"))
+    bm, bn, bk = (int(tile[name]) for name in ("bm", "bn", "bk"))
+    share = int(tile.get("share", 1))
     return {"a": tensor_map(a, (bm, bk)), "w": tensor_map(w, (bn // share, bk))}
 
 

@@ -9,6 +9,7 @@ import pytest
 from numpy.typing import NDArray
 
 from pyruntime.driver.library import Kernel
+from pyruntime.driver.memory import DeviceArray
 from pyruntime.driver.program import Program
 from pyruntime.model.live import NO_OVERFLOW
 from pyruntime.ops.gemm import GATED, OUTPUTS, gemm
@@ -26,9 +27,11 @@ def rows_of(gpu: Any, epilogue: str) -> list[Kernel]:
 
 
 def bits_class(kernel: Kernel) -> str:
-    """Rows of one class compute the same bits; one that splits k is alone."""
+    """Rows of one class compute the same bits; a wgmma row that splits k is alone."""
     tile = kernel.spec.tile
-    return kernel.name if tile.get("split", 1) != 1 else str(tile["engine"])
+    if tile.get("split", 1) == 1:
+        return str(tile["engine"])
+    return f"stream {tile['bn']} {tile['split']}" if tile["engine"] == "stream" else kernel.name
 
 
 def normal(rng: np.random.Generator, rows: int, columns: int) -> NDArray[np.float16]:
@@ -103,6 +106,24 @@ def check(
     assert not failures, "\n".join(failures)
 
 
+def product(
+    gpu: Any, epilogue: str, a: DeviceArray, w: DeviceArray, m: int, kernel: Kernel
+) -> NDArray[Any]:
+    """C of `m` rows, added to ones."""
+    gated = epilogue in GATED
+    c, program = gpu.empty((m, w.shape[0] // (1 + gated)), OUTPUTS[epilogue]), Program()
+    if epilogue == "add":
+        c.upload(np.ones(c.shape, np.float32))
+    live, overflow = (gpu.upload(np.array([x], np.int32)) for x in (m, NO_OVERFLOW))
+    gemm(
+        program, gpu.library, a=a, w=w, c=c, rows=live, max_rows=m, epilogue=epilogue,
+        scale=SCALES[epilogue], overflow=overflow, kernel=kernel,
+    )  # fmt: skip
+    gpu.run(program)
+    c_host: NDArray[Any] = gpu.download(c)
+    return c_host
+
+
 @pytest.mark.parametrize(
     ("n", "k", "lengths"),
     [
@@ -115,6 +136,7 @@ def check(
         (32001, 72, (1, 63)),
         (17, 8, (1, 33)),
         (16644, 136, (129, 300)),
+        (515, 584, (8, 9, 31)),
     ],
 )
 def test_f32(gpu: Any, rng: np.random.Generator, n: int, k: int, lengths: tuple[int, ...]) -> None:
@@ -128,6 +150,8 @@ def test_f32(gpu: Any, rng: np.random.Generator, n: int, k: int, lengths: tuple[
         (576, 1536, (1, 127, 128, 129, 130, 320)),
         (896, 4864, (1, 65, 257)),
         (3584, 3584, (1, 128)),
+        (1040, 896, (8, 16, 32)),
+        (3584, 18944, (1, 64)),
         (16400, 64, (130, 257)),
     ],
 )
@@ -192,20 +216,33 @@ def test_fewer_live_rows_than_the_grid_is_for(
     assert gpu.download(overflow)[0] == NO_OVERFLOW
 
 
-def test_repeated_runs_give_the_same_bits(gpu: Any, rng: np.random.Generator) -> None:
-    a, w = gpu.upload(normal(rng, 300, 1024)), gpu.upload(weights(rng, 2000, 1024))
-    live = gpu.upload(np.array([300], np.int32))
-    for kernel in rows_of(gpu, "f32"):
-        results = set()
-        for _ in range(5):
-            c, program = gpu.empty((300, 2000), np.float32), Program()
-            gemm(
-                program, gpu.library, a=a, w=w, c=c, rows=live, max_rows=300, epilogue="f32",
-                kernel=kernel,
-            )  # fmt: skip
-            gpu.run(program)
-            results.add(gpu.download(c).tobytes())
+@pytest.mark.parametrize("epilogue", OUTPUTS)
+@pytest.mark.parametrize("m", [1, 64, 300])
+def test_repeated_runs_give_the_same_bits(
+    gpu: Any, rng: np.random.Generator, epilogue: str, m: int
+) -> None:
+    a, w = gpu.upload(normal(rng, m, 1024)), gpu.upload(weights(rng, 2000, 1024))
+    for kernel in rows_of(gpu, epilogue):
+        results = {product(gpu, epilogue, a, w, m, kernel).tobytes() for _ in range(5)}
         assert len(results) == 1, kernel.name
+
+
+@pytest.mark.parametrize("epilogue", OUTPUTS)
+def test_a_row_does_not_depend_on_its_neighbours(
+    gpu: Any, rng: np.random.Generator, epilogue: str
+) -> None:
+    """Nor on its place, but for wgmma rows that split k: which block adds up depends on it."""
+    a, w = normal(rng, 70, 1000), gpu.upload(weights(rng, 528, 1000))
+    moved = a[::-1].copy()
+    moved[::3] *= 100
+    for kernel in rows_of(gpu, epilogue):
+        alone = product(gpu, epilogue, gpu.upload(a[1:2]), w, 1, kernel)
+        among = product(gpu, epilogue, gpu.upload(a), w, 70, kernel)
+        after = product(gpu, epilogue, gpu.upload(moved), w, 70, kernel)
+        assert np.array_equal(alone[0], among[1]), kernel.name
+        tile = kernel.spec.tile
+        if tile["engine"] != "wgmma" or tile["split"] == 1:
+            assert np.array_equal(alone[0], after[68]), kernel.name
 
 
 @pytest.mark.parametrize(
