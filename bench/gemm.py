@@ -1,6 +1,7 @@
 """Every row of the GEMM table on the four products of a Qwen2.5-7B layer, against the chosen row.
 
-Both engines: mma.sync, and where the device has it wgmma.
+All engines: mma.sync, and where the device has them wgmma and stream (whose rows are left out where
+a tile has not all rows of A).
 
 Random-normal data; weights rotate over more memory than L2 holds. A figure is the median of
 ROUNDS timings of LAUNCHES launches each, rows taken in turn; every raw value is kept.
@@ -22,7 +23,7 @@ from pyruntime.driver.memory import DeviceArray
 from pyruntime.driver.program import Program
 from pyruntime.driver.stream import Event, Stream
 from pyruntime.ops.gemm import OUTPUTS, gemm
-from pyruntime.ops.gemm_choice import choose
+from pyruntime.ops.gemm_choice import choose, costs
 
 SHAPES = {  # name: (epilogue, n, k)
     "qkv": ("f32", 4608, 3584),
@@ -52,7 +53,8 @@ def measure(library: Library, stream: Stream, name: str, m: int) -> dict[str, An
     rows, overflow = (DeviceArray(device, (1,), np.int32) for _ in range(2))
     rows.upload(np.array([m], np.int32))
     a = normal(device, m, k)
-    kernels = [x for x in library.family("gemm") if x.spec.tile["epilogue"] == epilogue]
+    found = [x for x in library.family("gemm") if x.spec.tile["epilogue"] == epilogue]
+    kernels = costs(found, m, n, k, device)
     programs = {}
     for kernel in kernels:
         programs[kernel.name] = program = Program()

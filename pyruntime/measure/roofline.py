@@ -24,6 +24,7 @@ from pyruntime.measure.graph import Work
 from pyruntime.measure.inplace import spans
 from pyruntime.measure.records import architecture_of
 from pyruntime.ops.gemm import gemm
+from pyruntime.ops.gemm_choice import costs
 
 log = logging.getLogger("pyruntime")
 
@@ -127,14 +128,14 @@ def _fastest_product(library: Library, stream: Stream) -> tuple[str, float]:
     c = DeviceArray(device, values.shape, np.float32)
     rows = DeviceArray(device, (1,), np.int32).upload(np.array([SIDE], np.int32))
     times = {}
-    for kernel in library.family("gemm"):
-        if kernel.spec.tile["epilogue"] == "f32":
-            program = Program()
-            gemm(
-                program, library, a=a, w=w, c=c, rows=rows, max_rows=SIDE, epilogue="f32",
-                kernel=kernel,
-            )  # fmt: skip
-            times[kernel.name] = statistics.median(time_program(program, stream, rounds=ROUNDS))
+    able = [x for x in library.family("gemm") if x.spec.tile["epilogue"] == "f32"]
+    for kernel in costs(able, SIDE, SIDE, SIDE, device):
+        program = Program()
+        gemm(
+            program, library, a=a, w=w, c=c, rows=rows, max_rows=SIDE, epilogue="f32",
+            kernel=kernel,
+        )  # fmt: skip
+        times[kernel.name] = statistics.median(time_program(program, stream, rounds=ROUNDS))
     for array in (a, w, c, rows):
         array.close()
     best = min(times, key=lambda name: times[name])

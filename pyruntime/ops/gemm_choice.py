@@ -29,6 +29,11 @@ EXCHANGE, EXCHANGED_COLUMN = 700.0, 64.0  # per further rank of a split; its col
 # Between tiles, per column; geglu, not measured, counts as swiglu.
 STORED_COLUMN = {"f32": 12.0, "add": 20.0, "swiglu": 10.0, "geglu": 10.0}
 
+# stream: set by reasoning. Most of a launch's fixed cost passes while W is on its way.
+STREAM_LAUNCH = 2800.0  # a launch besides its copies
+STREAM_EXCHANGE = 700.0  # per further rank of a split
+STREAM_BYTES = 50.0  # a cycle, of W and A into one multiprocessor
+
 # All.
 LAUNCH = 7000.0  # a launch besides its main loops
 MEMORY_BYTES = 16.4  # a cycle from device memory, for each multiprocessor of the device
@@ -51,8 +56,8 @@ class Limits(Protocol):
 def choose(kernels: Sequence[Kernel], m: int, n: int, k: int, device: Limits) -> Kernel:
     """The row that should be fastest for C [m, n] = A [m, k] · W [n, k]ᵀ.
 
-    All rows of the mma engine compute the same bits, and so do those of the wgmma engine that do
-    not split k.
+    All rows of the mma engine compute the same bits. So do those of the wgmma engine that do not
+    split k, those of the stream engine that do not, and stream rows with the same `bn` and `split`.
 
     Raises:
         CubinError: no row fits the device.
@@ -64,7 +69,11 @@ def choose(kernels: Sequence[Kernel], m: int, n: int, k: int, device: Limits) ->
 
 
 def costs(kernels: Iterable[Kernel], m: int, n: int, k: int, device: Limits) -> dict[Kernel, float]:
-    """Cycles of an H200 that each row should take; rows that do not fit the device are left out."""
+    """Cycles of an H200 that each row should take.
+
+    Left out are rows that do not fit the device, and stream rows whose tile has not all m rows of
+    A: they would read W again for each tile.
+    """
     found = {}
     for row in kernels:
         tile = row.spec.tile
@@ -84,7 +93,7 @@ def units(spec: KernelSpec, m: int, n: int) -> int:
 
 
 def at_once(kernel: Kernel, device: Limits) -> int:
-    """Blocks, or clusters of blocks, of a wgmma row that the device holds at a time."""
+    """Blocks, or clusters of blocks, of a row with TMA that the device holds at a time."""
     return kernel.clusters or device.sm_count
 
 
@@ -114,6 +123,20 @@ def _wgmma(kernel: Kernel, m: int, n: int, k: int, device: Limits) -> _Work:
     return _Work(waves * (steps * step + stored) + again, once)
 
 
+def _stream(kernel: Kernel, m: int, n: int, k: int, device: Limits) -> _Work | None:
+    tile = kernel.spec.tile
+    bm, bn, bk, boxes, split = (int(tile[name]) for name in ("bm", "bn", "bk", "boxes", "split"))
+    if m > bm:
+        return None
+    waves = -(-units(kernel.spec, m, n) // at_once(kernel, device))
+    steps = -(-k // (bk * boxes * split))
+    copying = steps * boxes * (bm + bn) * 2 * bk / STREAM_BYTES
+    once = STREAM_LAUNCH + (split - 1) * STREAM_EXCHANGE
+    # A grid with split is not persistent: each wave starts anew.
+    again = (waves - 1) * once if split > 1 else 0
+    return _Work(waves * copying + again, once)
+
+
 def _mma(kernel: Kernel, m: int, n: int, k: int, device: Limits) -> _Work | None:
     spec = kernel.spec
     resident = min(spec.min_blocks, device.smem_per_sm // (spec.smem_bytes + device.smem_reserved))
@@ -135,4 +158,5 @@ def _mma(kernel: Kernel, m: int, n: int, k: int, device: Limits) -> _Work | None
 _WORK: dict[str, Callable[[Kernel, int, int, int, Limits], _Work | None]] = {
     "mma": _mma,
     "wgmma": _wgmma,
+    "stream": _stream,
 }

@@ -15,8 +15,8 @@ from pyruntime.driver import api, tensormap
 from pyruntime.driver.library import Kernel
 from pyruntime.driver.program import Program
 from pyruntime.errors import CubinError
-from pyruntime.ops.gemm import GATED, gemm
-from pyruntime.ops.gemm_choice import choose
+from pyruntime.ops.gemm import GATED, OUTPUTS, gemm
+from pyruntime.ops.gemm_choice import choose, costs, units
 
 # Multiprocessors, their shared memory and the reserve per block (CUDA C++ programming guide,
 # technical specifications per compute capability).
@@ -43,12 +43,12 @@ CLUSTERS = {1: None, 2: 66, 3: 39, 4: 30}
 
 @pytest.fixture(scope="module")
 def hopper() -> list[Kernel]:
-    """Both engines, every epilogue."""
+    """All engines, every epilogue."""
     if "90a" not in manifest()["architectures"]:
         pytest.skip("this build has no cubins for sm_90a")
     specs = [
         spec
-        for name in ("gemm", "gemm_wgmma")
+        for name in ("gemm", "gemm_wgmma", "gemm_stream")
         for spec in read_specs((root() / f"sm_90a/{name}.cubin").read_bytes(), name).values()
     ]
     return [Kernel(spec, None, 0, CLUSTERS[spec.cluster]) for spec in specs]
@@ -100,23 +100,26 @@ def test_choices(kernels: list[Kernel], device: str, m: int, n: int, k: int, exp
 @pytest.mark.parametrize(
     ("epilogue", "m", "n", "k", "expected"),
     [
-        ("f32", 1, 4608, 3584, "gemm_f32_m16_n32_k128_s6"),
-        ("add", 16, 3584, 3584, "gemm_add_m16_n32_k128_s6"),
-        ("f32", 128, 4608, 3584, "gemm_wgmma_f32_n80_s8_c1_k2"),
+        ("f32", 1, 4608, 3584, "gemm_stream_f32_m8_n64_s12_k1"),
+        ("f32", 64, 4608, 3584, "gemm_stream_f32_m64_n128_s8_k3"),
+        ("f32", 1, 152064, 3584, "gemm_stream_f32_m8_n128_s13_k1"),
+        ("add", 16, 3584, 3584, "gemm_stream_add_m16_n64_s11_k2"),
+        ("add", 1, 896, 4864, "gemm_stream_add_m8_n64_s12_k4"),
+        ("add", 64, 3584, 18944, "gemm_stream_add_m64_n128_s8_k4"),
+        ("swiglu", 1, 37888, 3584, "gemm_stream_swiglu_m8_n64_s12_k1"),
+        ("swiglu", 17, 3072, 576, "gemm_stream_swiglu_m32_n64_s9_k1"),
         ("f32", 512, 4608, 3584, "gemm_wgmma_f32_n144_s6_c1_k1"),
         ("f32", 2048, 4608, 3584, "gemm_wgmma_f32_n192_s5_c1_k1"),
         ("f32", 2048, 152064, 3584, "gemm_wgmma_f32_n256_s4_c1_k1"),
-        ("add", 128, 3584, 3584, "gemm_wgmma_add_n64_s9_c1_k2"),
         ("add", 512, 3584, 3584, "gemm_wgmma_add_n112_s7_c1_k1"),
         ("add", 2048, 3584, 3584, "gemm_wgmma_add_n224_s5_c1_k1"),
-        ("add", 128, 3584, 18944, "gemm_wgmma_add_n128_s7_c1_k4"),
         ("add", 512, 3584, 18944, "gemm_wgmma_add_n224_s5_c1_k2"),
         ("add", 2048, 3584, 18944, "gemm_wgmma_add_n224_s5_c1_k1"),
         ("swiglu", 128, 37888, 3584, "gemm_wgmma_swiglu_n144_s6_c1_k1"),
         ("swiglu", 512, 37888, 3584, "gemm_wgmma_swiglu_n192_s5_c1_k1"),
         ("swiglu", 2048, 37888, 3584, "gemm_wgmma_swiglu_n256_s4_c1_k1"),
         ("swiglu", 512, 9728, 896, "gemm_wgmma_swiglu_n160_s6_c1_k1"),
-        ("geglu", 1, 18432, 2304, "gemm_geglu_m16_n32_k128_s6"),
+        ("geglu", 1, 18432, 2304, "gemm_stream_geglu_m8_n64_s12_k1"),
         ("geglu", 2048, 28672, 3584, "gemm_wgmma_geglu_n224_s5_c1_k1"),
     ],
 )
@@ -125,6 +128,38 @@ def test_choices_among_engines(
 ) -> None:
     rows = [x for x in hopper if x.spec.tile["epilogue"] == epilogue]
     assert choose(rows, m, n, k, DEVICES["H200"]).name == expected
+
+
+# Of Qwen2.5-7B, SmolLM2-135M and Qwen2.5-0.5B, by epilogue.
+STREAMED = {
+    "f32": ((4608, 3584), (152064, 3584), (960, 576), (49152, 576), (1152, 896)),
+    "add": ((3584, 3584), (3584, 18944), (576, 576), (576, 1536), (896, 896), (896, 4864)),
+    **dict.fromkeys(GATED, ((37888, 3584), (3072, 576), (9728, 896))),
+}
+
+
+@pytest.mark.parametrize("epilogue", OUTPUTS)
+def test_few_rows_are_streamed(hopper: list[Kernel], epilogue: str) -> None:
+    """In one tile of A's rows, and in clusters that the device holds all at a time."""
+    rows = [x for x in hopper if x.spec.tile["epilogue"] == epilogue]
+    for n, k in STREAMED[epilogue]:
+        for m in range(1, 65):
+            chosen = choose(rows, m, n, k, DEVICES["H200"])
+            tile = chosen.spec.tile
+            assert tile["engine"] == "stream" and m <= int(tile["bm"])
+            assert tile["split"] == 1 or units(chosen.spec, m, n) <= (chosen.clusters or 0)
+
+
+def test_a_stream_row_is_for_one_tile(hopper: list[Kernel]) -> None:
+    for m in (8, 9, 128, 129):
+        left_out = {x.name for x in hopper} - {
+            x.name for x in costs(hopper, m, 4608, 3584, DEVICES["H200"])
+        }
+        assert left_out == {
+            x.name
+            for x in hopper
+            if x.spec.tile["engine"] == "stream" and m > int(x.spec.tile["bm"])
+        }
 
 
 def array(*shape: int, dtype: str = "float16", ptr: int = 256) -> Any:
@@ -196,16 +231,15 @@ class Driver:
         return 0, self.CUtensorMap()
 
 
-@pytest.mark.parametrize("rows", [1, 128, 129, 5000])
-def test_wgmma_grids_and_boxes(
+@pytest.mark.parametrize("rows", [1, 8, 9, 128, 129, 5000])
+def test_grids_and_boxes_of_rows_with_tma(
     hopper: list[Kernel], monkeypatch: pytest.MonkeyPatch, rows: int
 ) -> None:
     library: Any = SimpleNamespace(device=DEVICES["H200"])
     driver = Driver()
     monkeypatch.setattr(api, "bindings", lambda: driver)
     n, k = 1008, 72
-    wgmma = [x for x in hopper if x.spec.tile["engine"] == "wgmma"]
-    for kernel in wgmma:
+    for kernel in (x for x in hopper if x.spec.tile["engine"] != "mma"):
         epilogue = str(kernel.spec.tile["epilogue"])
         c = array(rows, n // 2) if epilogue in GATED else array(rows, n, dtype="float32")
         program = Program()
@@ -216,11 +250,11 @@ def test_wgmma_grids_and_boxes(
             rows=256, max_rows=rows, epilogue=epilogue, overflow=256, kernel=kernel,
         )  # fmt: skip
         (launch,), tile = program.launches, kernel.spec.tile
-        bm, bn, share, split = (int(tile[x]) for x in ("bm", "bn", "share", "split"))
+        bm, bn, split, share = (int(tile.get(x, 1)) for x in ("bm", "bn", "split", "share"))
         clusters = -(-rows // (bm * share)) * -(-n // bn)
         if split == 1:  # persistent
             clusters = min(clusters, kernel.clusters or 132)
         assert launch.grid == (clusters * share * split, 1, 1)
         assert launch.config.numAttrs == (share * split > 1)
         sizes = [([int(x) for x in m[3]], [int(x) for x in m[5]]) for m in driver.maps]
-        assert sizes == [([k, rows + 3], [64, 128]), ([k, n], [64, bn // share])]
+        assert sizes == [([k, rows + 3], [64, bm]), ([k, n], [64, bn // share])]

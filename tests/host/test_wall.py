@@ -111,7 +111,7 @@ def test_the_trace_is_one_that_viewers_read(record: dict[str, Any], tmp_path: Pa
     assert len(spans) == len(record["launches"]) == 20
     for earlier, later in pairwise(spans):
         assert later["ts"] == pytest.approx(earlier["ts"] + earlier["dur"], abs=0.002)
-    assert spans[0]["name"] == "embed" and spans[-1]["args"]["kernel"].startswith("gemm_f32")
+    assert spans[0]["name"] == "embed" and spans[-1]["args"]["kernel"].startswith("gemm_")
 
 
 def test_the_picture_is_a_png(record: dict[str, Any], tmp_path: Path) -> None:
