@@ -1,5 +1,6 @@
 // The same GEMM through Hopper's own instructions: acc = A * W^T, fp16 in, f32 accumulation, any n,
-// k a multiple of 8, live rows m read from device memory. Epilogues: gemm_base.cuh.
+// k a multiple of 8, live rows m read from device memory. What becomes of a tile stands in
+// gemm_wgmma_store.cuh.
 //
 // Block: three warpgroups. One thread of the first keeps a ring of Stages slots full with TMA
 // copies; the other two hold rows 0-63 and 64-127 of a BM x BN tile in registers and multiply from
@@ -15,10 +16,6 @@
 // Split: each warp's 16 rows have an owner among the blocks. The others write their sums into the
 // owner's shared memory, which no copy uses any more (plane `partial`), and the owner adds them in
 // the order of the ranks: the same bits every run.
-//
-// f32 and add write from the accumulators after a tile, while the copies for the next one are on
-// their way. The gated ones halve the columns and round to fp16: their results wait in BN / 8
-// registers and are written while the tensor cores are at the next tile.
 //
 // Before it waits for the kernel before it, a block reads the count of live rows and W only.
 //
@@ -36,18 +33,7 @@
 #include "../../core/spec.cuh"
 #include "../../core/tma.cuh"
 #include "../../core/wgmma.cuh"
-#include "../gemm_base.cuh"
-
-#define GEMM_WGMMA_PARAMS(P)                                                           \
-  P(spec::TensorMap, a)   /* [at least rows][k], boxes of BM x BK, 128-byte swizzle */ \
-  P(spec::TensorMap, w)   /* [n][k], boxes of BN / Share x BK, the same */             \
-  P(const int32_t*, rows) /* device count of live rows */                              \
-  P(Out*, c)              /* [rows][n], float; gated: [rows][n / 2], half */           \
-  P(int32_t*, overflow)   /* gated: lowest site out of fp16 range */                   \
-  P(int32_t, n)                                                                        \
-  P(int32_t, k)                                                                        \
-  P(int32_t, site)                                                                     \
-  P(float, scale)
+#include "gemm_wgmma_store.cuh"
 
 #define GEMM_WGMMA_PLANES(P, A)        \
   P(1024, __half, a, [Stages][BM][BK]) \
@@ -59,7 +45,10 @@
   A(w, float4, partial, [kOwned][kPeers][kFragments][32])
 
 template <Epilogue E, int BN, int Stages, int Share, int Split>
-struct GemmWgmma {
+struct GemmWgmma : GemmWgmmaStore<E, BN> {
+  using Store = GemmWgmmaStore<E, BN>;
+  using Params = typename Store::Params;
+  using Accumulators = typename Store::Accumulators;
   static constexpr int BM = 128, BK = 64;
   static constexpr int kThreads = 384, kMinBlocks = 1;
   static constexpr bool kWaitsItself = true;
@@ -67,12 +56,11 @@ struct GemmWgmma {
   static constexpr int kCluster = Share * Split;
   static constexpr int kUnitRows = BM * Share;
   static constexpr int kSlotBytes = (BM + BN) * BK * sizeof(__half);
-  static constexpr int kFragments = BN / 8;  // of 8 columns; 4 accumulators of a lane in each
+  static constexpr int kFragments = Store::kFragments;
   // Split: the warps that a block finishes, at most, and the blocks that send it their sums.
   static constexpr int kOwned = Split > 1 ? (kWarps + Split - 1) / Split : 1;
   static constexpr int kPeers = Split > 1 ? Split - 1 : 1;
   static constexpr bool kGated = is_gated<E>;
-  using Out = OutputOf<E>;
 
   static_assert(Share == 1 || (Share == 2 && Split == 1));
   static_assert(BN % 16 == 0 && BN <= 256);
@@ -89,7 +77,6 @@ struct GemmWgmma {
         .with("split", Split)
         .with("cluster", kCluster);
   }
-  SPEC_PARAMS(GEMM_WGMMA_PARAMS)
   SPEC_SMEM(GEMM_WGMMA_PLANES)
   static_assert(sizeof(typename Smem::partial_plane) <= sizeof(Smem::w));
 
@@ -184,8 +171,6 @@ struct GemmWgmma {
     }
   }
 
-  using Accumulators = float[BN / 2];
-
   // Starts the product of the ring's slot; returns when the one before it is over, and releases
   // that one's slot.
   static __device__ __forceinline__ void multiply(Smem& s, Ring& ring, Accumulators& d,
@@ -205,144 +190,20 @@ struct GemmWgmma {
     ring.advance();
   }
 
-  // f32 and add: the warp's 16 rows from `place` on.
-  static __device__ __forceinline__ void store(const Params& p, const Accumulators& d, int m,
-                                               TilePlace place) {
-    const int lane = threadIdx.x % 32, row = place.row + lane / 4;
-    if (E == Epilogue::f32 && p.n % 4) {  // rows of no whole 16-byte units: odd vocabularies
-#pragma unroll
-      for (int i = 0; i < BN / 2; ++i) {
-        const int r = row + i / 2 % 2 * 8, column = place.column + i / 4 * 8 + lane % 4 * 2 + i % 2;
-        if (r < m && column < p.n) p.c[int64_t(r) * p.n + column] = p.scale * d[i];
-      }
-      return;
-    }
-    // Of every two fragments a lane with an even number takes four columns of the first, its
-    // neighbour four of the second.
-    constexpr int kPairs = kFragments / 2, kBatch = 4;
-    const bool odd = lane % 2;
-    const int column = place.column + odd * 8 + lane % 4 / 2 * 4;
-    Out* const c = p.c + int64_t(row) * p.n + column;
-#pragma unroll
-    for (int first = 0; first < kPairs; first += kBatch) {
-      const auto each = [&](auto&& visit) {
-#pragma unroll
-        for (int j = first; j < first + kBatch && j < kPairs; ++j)
-#pragma unroll
-          for (int half = 0; half < 2; ++half)
-            visit(j, half, row + half * 8 < m && column + j * 16 < p.n,
-                  c + int64_t(half) * 8 * p.n + j * 16);
-      };
-      float4 before[kBatch][2];
-      if (E == Epilogue::add)  // all loads before the first store: they wait together
-        each([&](int j, int half, bool live, const Out* there) {
-          if (live) before[j - first][half] = *reinterpret_cast<const float4*>(there);
-        });
-      each([&](int j, int half, bool live, Out* there) {
-        const float* const own = &d[j * 8 + half * 2];
-        const float2 low = {own[0], own[1]}, high = {own[4], own[5]};
-        const float x = __shfl_xor_sync(0xffffffffu, odd ? low.x : high.x, 1);
-        const float y = __shfl_xor_sync(0xffffffffu, odd ? low.y : high.y, 1);
-        float4 v = odd ? float4{x, y, high.x, high.y} : float4{low.x, low.y, x, y};
-        v = {p.scale * v.x, p.scale * v.y, p.scale * v.z, p.scale * v.w};
-        if (E == Epilogue::add) {
-          const float4 b = before[j - first][half];
-          v = {b.x + v.x, b.y + v.y, b.z + v.z, b.w + v.w};
-        }
-        if (live) ptx::store_floats(there, v);
-      });
-    }
-  }
-
-  // Gated: a lane's results, one column of each fragment, rows r and r + 8 in one word.
-  struct Gated {
-    uint32_t halves[kFragments];
-    TilePlace place;
-  };
-
-  static __device__ __forceinline__ void gate(const Params& p, const Accumulators& d, int m,
-                                              TilePlace place, Gated& out) {
-    bool fit[2] = {true, true};
-#pragma unroll
-    for (int j = 0; j < kFragments; ++j) {
-      float value[2];
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        value[half] = gated<E>(d[j * 4 + half * 2], d[j * 4 + half * 2 + 1]) * p.scale;
-        fit[half] &= fits_half(value[half]);
-      }
-      out.halves[j] = ptx::pack_halves(value[0], value[1]);
-    }
-    out.place = place;
-    const int row = place.row + threadIdx.x % 32 / 4;
-    if ((!fit[0] && row < m) || (!fit[1] && row + 8 < m)) atomicMin(p.overflow, p.site);
-  }
-
-  // Group g of four fragments: the four lanes that share a row transpose it, and each writes the
-  // four columns of one fragment.
-  static constexpr int kGroups = (kFragments + 3) / 4;
-  template <int G>
-  static __device__ __forceinline__ void store_group(const Params& p, const Gated& gated, int m) {
-    const int lane = threadIdx.x % 32;
-    uint32_t x[4];
-#pragma unroll
-    for (int i = 0; i < 4; ++i)
-      x[i] = G * 4 + i < kFragments ? gated.halves[min(G * 4 + i, kFragments - 1)] : 0;
-#pragma unroll
-    for (int bit = 1; bit < 4; bit *= 2) {
-      const bool upper = lane & bit;
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        if (i & bit) continue;
-        const uint32_t theirs = __shfl_xor_sync(0xffffffffu, upper ? x[i] : x[i + bit], bit);
-        x[i] = upper ? theirs : x[i];
-        x[i + bit] = upper ? x[i + bit] : theirs;
-      }
-    }
-    const int fragment = G * 4 + lane % 4, row = gated.place.row + lane / 4;
-    const int column = gated.place.column / 2 + fragment * 4;
-    if (fragment >= kFragments || column >= p.n / 2) return;
-    Out* const c = p.c + int64_t(row) * (p.n / 2) + column;
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const int bytes = half ? 0x7632 : 0x5410;
-      if (row + half * 8 < m)
-        ptx::store_words(c + int64_t(half) * 8 * (p.n / 2), __byte_perm(x[0], x[1], bytes),
-                         __byte_perm(x[2], x[3], bytes));
-    }
-  }
-  template <int G>
-  static __device__ __forceinline__ void store_from(const Params& p, const Gated& gated, int m) {
-    if constexpr (G < kGroups) {
-      store_group<G>(p, gated, m);
-      store_from<G + 1>(p, gated, m);
-    }
-  }
-
   // The first steps of a tile, two groups of the tile before written under each.
   template <int G>
   static __device__ __forceinline__ void multiply_and_store(const Params& p, Smem& s, Ring& ring,
                                                             Accumulators& d, int warpgroup,
-                                                            const Work& work, const Gated& gated,
+                                                            const Work& work,
+                                                            const typename Store::Gated& gated,
                                                             bool pending) {
-    if constexpr (G < kGroups) {
+    if constexpr (G < Store::kGroups) {
       if (G / 2 < work.steps) multiply(s, ring, d, warpgroup, G == 0);
       if (pending) {
-        store_group<G>(p, gated, work.m);
-        if constexpr (G + 1 < kGroups) store_group<G + 1>(p, gated, work.m);
+        Store::template store_group<G>(p, gated, work.m);
+        if constexpr (G + 1 < Store::kGroups) Store::template store_group<G + 1>(p, gated, work.m);
       }
       multiply_and_store<G + 2>(p, s, ring, d, warpgroup, work, gated, pending);
-    }
-  }
-
-  static __device__ __forceinline__ void finish(const Params& p, const Accumulators& d, int m,
-                                                TilePlace place) {
-    if constexpr (kGated) {
-      Gated gated;
-      gate(p, d, m, place, gated);
-      store_from<0>(p, gated, m);
-    } else {
-      store(p, d, m, place);
     }
   }
 
@@ -393,27 +254,27 @@ struct GemmWgmma {
       for (int step = 1; step < work.steps; ++step) multiply(s, ring, d, warpgroup, false);
       ptx::wgmma_wait<0>();
       ptx::named_barrier<kWarpgroup>(1 + warpgroup);
-      if (gather(s, d, warp, work.rank)) finish(p, d, work.m, rows_of_warp(work.first));
+      if (gather(s, d, warp, work.rank)) Store::finish(p, d, work.m, rows_of_warp(work.first));
     } else if constexpr (kGated) {
-      Gated gated;
+      typename Store::Gated gated;
       bool pending = false;
       for (int unit = work.first; unit < work.units(); unit += work.stride) {
         multiply_and_store<0>(p, s, ring, d, warpgroup, work, gated, pending);
-        for (int step = (kGroups + 1) / 2; step < work.steps; ++step)
+        for (int step = (Store::kGroups + 1) / 2; step < work.steps; ++step)
           multiply(s, ring, d, warpgroup, false);
         ptx::wgmma_wait<0>();
         release(s, ring.previous());
-        gate(p, d, work.m, rows_of_warp(unit), gated);
+        Store::gate(p, d, work.m, rows_of_warp(unit), gated);
         pending = true;
       }
-      store_from<0>(p, gated, work.m);
+      Store::template store_from<0>(p, gated, work.m);
     } else {
       for (int unit = work.first; unit < work.units(); unit += work.stride) {
         multiply(s, ring, d, warpgroup, true);
         for (int step = 1; step < work.steps; ++step) multiply(s, ring, d, warpgroup, false);
         ptx::wgmma_wait<0>();
         release(s, ring.previous());
-        store(p, d, work.m, rows_of_warp(unit));
+        Store::store(p, d, work.m, rows_of_warp(unit));
       }
     }
   }

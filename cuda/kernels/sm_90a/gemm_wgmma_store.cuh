@@ -1,0 +1,155 @@
+// What becomes of a tile's sums under the epilogues f32, add, swiglu and geglu (gemm_base.cuh), and
+// the parameters of their kernels. A warp has 16 rows of a tile, a lane the accumulators that
+// core/wgmma.cuh says.
+//
+// f32 and add write from the accumulators after a tile, while the copies for the next one are on
+// their way. The gated ones halve the columns and round to fp16: their results wait in BN / 8
+// registers and are written while the tensor cores are at the next tile.
+#pragma once
+
+#include "../../core/spec.cuh"
+#include "../gemm_base.cuh"
+
+#define GEMM_WGMMA_PARAMS(P)                                                           \
+  P(spec::TensorMap, a)   /* [at least rows][k], boxes of BM x BK, 128-byte swizzle */ \
+  P(spec::TensorMap, w)   /* [n][k], boxes of BN / Share x BK, the same */             \
+  P(const int32_t*, rows) /* device count of live rows */                              \
+  P(Out*, c)              /* [rows][n], float; gated: [rows][n / 2], half */           \
+  P(int32_t*, overflow)   /* gated: lowest site out of fp16 range */                   \
+  P(int32_t, n)                                                                        \
+  P(int32_t, k)                                                                        \
+  P(int32_t, site)                                                                     \
+  P(float, scale)
+
+template <Epilogue E, int BN>
+struct GemmWgmmaStore {
+  static constexpr int kFragments = BN / 8;  // of 8 columns; 4 accumulators of a lane in each
+  using Accumulators = float[BN / 2];
+  using Out = OutputOf<E>;
+  SPEC_PARAMS(GEMM_WGMMA_PARAMS)
+
+  // f32 and add: the warp's 16 rows from `place` on.
+  static __device__ __forceinline__ void store(const Params& p, const Accumulators& d, int m,
+                                               TilePlace place) {
+    const int lane = threadIdx.x % 32, row = place.row + lane / 4;
+    if (E == Epilogue::f32 && p.n % 4) {  // rows of no whole 16-byte units: odd vocabularies
+#pragma unroll
+      for (int i = 0; i < BN / 2; ++i) {
+        const int r = row + i / 2 % 2 * 8, column = place.column + i / 4 * 8 + lane % 4 * 2 + i % 2;
+        if (r < m && column < p.n) p.c[int64_t(r) * p.n + column] = p.scale * d[i];
+      }
+      return;
+    }
+    // Of every two fragments a lane with an even number takes four columns of the first, its
+    // neighbour four of the second.
+    constexpr int kPairs = kFragments / 2, kBatch = 4;
+    const bool odd = lane % 2;
+    const int column = place.column + odd * 8 + lane % 4 / 2 * 4;
+    Out* const c = p.c + int64_t(row) * p.n + column;
+#pragma unroll
+    for (int first = 0; first < kPairs; first += kBatch) {
+      const auto each = [&](auto&& visit) {
+#pragma unroll
+        for (int j = first; j < first + kBatch && j < kPairs; ++j)
+#pragma unroll
+          for (int half = 0; half < 2; ++half)
+            visit(j, half, row + half * 8 < m && column + j * 16 < p.n,
+                  c + int64_t(half) * 8 * p.n + j * 16);
+      };
+      float4 before[kBatch][2];
+      if (E == Epilogue::add)  // all loads before the first store: they wait together
+        each([&](int j, int half, bool live, const Out* there) {
+          if (live) before[j - first][half] = *reinterpret_cast<const float4*>(there);
+        });
+      each([&](int j, int half, bool live, Out* there) {
+        const float* const own = &d[j * 8 + half * 2];
+        const float2 low = {own[0], own[1]}, high = {own[4], own[5]};
+        const float x = __shfl_xor_sync(0xffffffffu, odd ? low.x : high.x, 1);
+        const float y = __shfl_xor_sync(0xffffffffu, odd ? low.y : high.y, 1);
+        float4 v = odd ? float4{x, y, high.x, high.y} : float4{low.x, low.y, x, y};
+        v = {p.scale * v.x, p.scale * v.y, p.scale * v.z, p.scale * v.w};
+        if (E == Epilogue::add) {
+          const float4 b = before[j - first][half];
+          v = {b.x + v.x, b.y + v.y, b.z + v.z, b.w + v.w};
+        }
+        if (live) ptx::store_floats(there, v);
+      });
+    }
+  }
+
+  // Gated: a lane's results, one column of each fragment, rows r and r + 8 in one word.
+  struct Gated {
+    uint32_t halves[kFragments];
+    TilePlace place;
+  };
+
+  static __device__ __forceinline__ void gate(const Params& p, const Accumulators& d, int m,
+                                              TilePlace place, Gated& out) {
+    bool fit[2] = {true, true};
+#pragma unroll
+    for (int j = 0; j < kFragments; ++j) {
+      float value[2];
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        value[half] = gated<E>(d[j * 4 + half * 2], d[j * 4 + half * 2 + 1]) * p.scale;
+        fit[half] &= fits_half(value[half]);
+      }
+      out.halves[j] = ptx::pack_halves(value[0], value[1]);
+    }
+    out.place = place;
+    const int row = place.row + threadIdx.x % 32 / 4;
+    if ((!fit[0] && row < m) || (!fit[1] && row + 8 < m)) atomicMin(p.overflow, p.site);
+  }
+
+  // Group g of four fragments: the four lanes that share a row transpose it, and each writes the
+  // four columns of one fragment.
+  static constexpr int kGroups = (kFragments + 3) / 4;
+  template <int G>
+  static __device__ __forceinline__ void store_group(const Params& p, const Gated& gated, int m) {
+    const int lane = threadIdx.x % 32;
+    uint32_t x[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i)
+      x[i] = G * 4 + i < kFragments ? gated.halves[min(G * 4 + i, kFragments - 1)] : 0;
+#pragma unroll
+    for (int bit = 1; bit < 4; bit *= 2) {
+      const bool upper = lane & bit;
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        if (i & bit) continue;
+        const uint32_t theirs = __shfl_xor_sync(0xffffffffu, upper ? x[i] : x[i + bit], bit);
+        x[i] = upper ? theirs : x[i];
+        x[i + bit] = upper ? x[i + bit] : theirs;
+      }
+    }
+    const int fragment = G * 4 + lane % 4, row = gated.place.row + lane / 4;
+    const int column = gated.place.column / 2 + fragment * 4;
+    if (fragment >= kFragments || column >= p.n / 2) return;
+    Out* const c = p.c + int64_t(row) * (p.n / 2) + column;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int bytes = half ? 0x7632 : 0x5410;
+      if (row + half * 8 < m)
+        ptx::store_words(c + int64_t(half) * 8 * (p.n / 2), __byte_perm(x[0], x[1], bytes),
+                         __byte_perm(x[2], x[3], bytes));
+    }
+  }
+  template <int G>
+  static __device__ __forceinline__ void store_from(const Params& p, const Gated& gated, int m) {
+    if constexpr (G < kGroups) {
+      store_group<G>(p, gated, m);
+      store_from<G + 1>(p, gated, m);
+    }
+  }
+
+  static __device__ __forceinline__ void finish(const Params& p, const Accumulators& d, int m,
+                                                TilePlace place) {
+    if constexpr (is_gated<E>) {
+      Gated gated;
+      gate(p, d, m, place, gated);
+      store_from<0>(p, gated, m);
+    } else {
+      store(p, d, m, place);
+    }
+  }
+};
