@@ -208,7 +208,7 @@ struct GemmWgmma : GemmWgmmaStore<E, BN> {
   }
 
   // Split: this warp's sums to its rows' owner, or as the owner those of all ranks into d.
-  static __device__ __forceinline__ bool gather(Smem& s, Accumulators& d, int warp, int rank) {
+  static __device__ __forceinline__ void gather(Smem& s, Accumulators& d, int warp, int rank) {
     const int lane = threadIdx.x % 32, owner = warp % Split;
     ptx::cluster_wait();  // every block of the cluster has initialised its barriers
     // This warpgroup is past its last product: the owners may have its block's shared memory.
@@ -224,7 +224,7 @@ struct GemmWgmma : GemmWgmmaStore<E, BN> {
       for (int j = 0; j < kFragments; ++j)
         ptx::store_async(to + j * sizeof(s.partial()[0][0][0]), summed, d[j * 4], d[j * 4 + 1],
                          d[j * 4 + 2], d[j * 4 + 3]);
-      return false;
+      return;
     }
     ptx::barrier_wait_cluster(ptx::shared_address(&s.summed), 0);
 #pragma unroll
@@ -237,7 +237,6 @@ struct GemmWgmma : GemmWgmmaStore<E, BN> {
         d[j * 4 + 2] += v.z;
         d[j * 4 + 3] += v.w;
       }
-    return true;
   }
 
   static __device__ __forceinline__ void consume(const Params& p, Smem& s, const Work& work) {
@@ -250,11 +249,15 @@ struct GemmWgmma : GemmWgmmaStore<E, BN> {
     Ring ring;
     Accumulators d;
     if constexpr (Split > 1) {
+      const bool owner = warp % Split == work.rank;
+      const TilePlace place = rows_of_warp(work.first);
+      typename Store::Ahead ahead(p, owner ? work.m : 0, place);
       multiply(s, ring, d, warpgroup, true);
       for (int step = 1; step < work.steps; ++step) multiply(s, ring, d, warpgroup, false);
       ptx::wgmma_wait<0>();
       ptx::named_barrier<kWarpgroup>(1 + warpgroup);
-      if (gather(s, d, warp, work.rank)) Store::finish(p, d, work.m, rows_of_warp(work.first));
+      gather(s, d, warp, work.rank);
+      if (owner) Store::finish(p, d, work.m, place, ahead);
     } else if constexpr (kGated) {
       typename Store::Gated gated;
       bool pending = false;
@@ -270,11 +273,13 @@ struct GemmWgmma : GemmWgmmaStore<E, BN> {
       Store::template store_from<0>(p, gated, work.m);
     } else {
       for (int unit = work.first; unit < work.units(); unit += work.stride) {
+        const TilePlace place = rows_of_warp(unit);
+        typename Store::Ahead ahead(p, work.m, place);
         multiply(s, ring, d, warpgroup, true);
         for (int step = 1; step < work.steps; ++step) multiply(s, ring, d, warpgroup, false);
         ptx::wgmma_wait<0>();
         release(s, ring.previous());
-        Store::store(p, d, work.m, rows_of_warp(unit));
+        Store::finish(p, d, work.m, place, ahead);
       }
     }
   }

@@ -3,8 +3,9 @@
 // core/wgmma.cuh says.
 //
 // f32 and add write from the accumulators after a tile, while the copies for the next one are on
-// their way. The gated ones halve the columns and round to fp16: their results wait in BN / 8
-// registers and are written while the tensor cores are at the next tile.
+// their way; what add has to read of C is under way before it is needed. The gated ones halve the
+// columns and round to fp16: their results wait in BN / 8 registers and are written while the
+// tensor cores are at the next tile.
 #pragma once
 
 #include "../../core/spec.cuh"
@@ -28,48 +29,71 @@ struct GemmWgmmaStore {
   using Out = OutputOf<E>;
   SPEC_PARAMS(GEMM_WGMMA_PARAMS)
 
-  // f32 and add: the warp's 16 rows from `place` on.
-  static __device__ __forceinline__ void store(const Params& p, const Accumulators& d, int m,
-                                               TilePlace place) {
+  // f32 and add: the warp's 16 rows from `place` on, a batch of 16-column pairs of fragments at a
+  // time. Of such a pair a lane with an even number takes four columns of the first fragment, its
+  // neighbour four of the second: visit(pair, half, live, where they lie in C) for rows r and r
+  // + 8.
+  static constexpr int kPairs = kFragments / 2, kBatch = 4;
+  template <class Visit>
+  static __device__ __forceinline__ void each_of_batch(const Params& p, int m, TilePlace place,
+                                                       int first, Visit&& visit) {
     const int lane = threadIdx.x % 32, row = place.row + lane / 4;
+    const int column = place.column + lane % 2 * 8 + lane % 4 / 2 * 4;
+    Out* const c = p.c + int64_t(row) * p.n + column;
+#pragma unroll
+    for (int j = first; j < first + kBatch && j < kPairs; ++j)
+#pragma unroll
+      for (int half = 0; half < 2; ++half)
+        visit(j, half, row + half * 8 < m && column + j * 16 < p.n,
+              c + int64_t(half) * 8 * p.n + j * 16);
+  }
+
+  // add: what C held before, a batch of it. The first is read before the tile is summed, each other
+  // one while the batch before it is added and stored.
+  struct Before {
+    float4 c[kBatch][2];
+    __device__ __forceinline__ void read(const Params& p, int m, TilePlace place, int first) {
+      each_of_batch(p, m, place, first, [&](int j, int half, bool live, const Out* there) {
+        if (live) c[j - first][half] = *reinterpret_cast<const float4*>(there);
+      });
+    }
+  };
+
+  // What is read before a tile is summed.
+  struct Ahead {
+    Before before[2];
+    __device__ __forceinline__ Ahead(const Params& p, int m, TilePlace place) {
+      if constexpr (E == Epilogue::add) before[0].read(p, m, place, 0);
+    }
+  };
+
+  static __device__ __forceinline__ void store(const Params& p, const Accumulators& d, int m,
+                                               TilePlace place, Ahead& ahead) {
+    const int lane = threadIdx.x % 32;
     if (E == Epilogue::f32 && p.n % 4) {  // rows of no whole 16-byte units: odd vocabularies
 #pragma unroll
       for (int i = 0; i < BN / 2; ++i) {
-        const int r = row + i / 2 % 2 * 8, column = place.column + i / 4 * 8 + lane % 4 * 2 + i % 2;
+        const int r = place.row + lane / 4 + i / 2 % 2 * 8;
+        const int column = place.column + i / 4 * 8 + lane % 4 * 2 + i % 2;
         if (r < m && column < p.n) p.c[int64_t(r) * p.n + column] = p.scale * d[i];
       }
       return;
     }
-    // Of every two fragments a lane with an even number takes four columns of the first, its
-    // neighbour four of the second.
-    constexpr int kPairs = kFragments / 2, kBatch = 4;
     const bool odd = lane % 2;
-    const int column = place.column + odd * 8 + lane % 4 / 2 * 4;
-    Out* const c = p.c + int64_t(row) * p.n + column;
 #pragma unroll
     for (int first = 0; first < kPairs; first += kBatch) {
-      const auto each = [&](auto&& visit) {
-#pragma unroll
-        for (int j = first; j < first + kBatch && j < kPairs; ++j)
-#pragma unroll
-          for (int half = 0; half < 2; ++half)
-            visit(j, half, row + half * 8 < m && column + j * 16 < p.n,
-                  c + int64_t(half) * 8 * p.n + j * 16);
-      };
-      float4 before[kBatch][2];
-      if (E == Epilogue::add)  // all loads before the first store: they wait together
-        each([&](int j, int half, bool live, const Out* there) {
-          if (live) before[j - first][half] = *reinterpret_cast<const float4*>(there);
-        });
-      each([&](int j, int half, bool live, Out* there) {
+      const int turn = first / kBatch % 2;
+      if constexpr (E == Epilogue::add)
+        if (first + kBatch < kPairs) ahead.before[turn ^ 1].read(p, m, place, first + kBatch);
+      each_of_batch(p, m, place, first, [&](int j, int half, bool live, Out* there) {
         const float* const own = &d[j * 8 + half * 2];
         const float2 low = {own[0], own[1]}, high = {own[4], own[5]};
         const float x = __shfl_xor_sync(0xffffffffu, odd ? low.x : high.x, 1);
         const float y = __shfl_xor_sync(0xffffffffu, odd ? low.y : high.y, 1);
         float4 v = odd ? float4{x, y, high.x, high.y} : float4{low.x, low.y, x, y};
         v = {p.scale * v.x, p.scale * v.y, p.scale * v.z, p.scale * v.w};
-        if (E == Epilogue::add) {
-          const float4 b = before[j - first][half];
+        if constexpr (E == Epilogue::add) {
+          const float4 b = ahead.before[turn].c[j - first][half];
           v = {b.x + v.x, b.y + v.y, b.z + v.z, b.w + v.w};
         }
         if (live) ptx::store_floats(there, v);
@@ -143,13 +167,13 @@ struct GemmWgmmaStore {
   }
 
   static __device__ __forceinline__ void finish(const Params& p, const Accumulators& d, int m,
-                                                TilePlace place) {
+                                                TilePlace place, Ahead& ahead) {
     if constexpr (is_gated<E>) {
       Gated gated;
       gate(p, d, m, place, gated);
       store_from<0>(p, gated, m);
     } else {
-      store(p, d, m, place);
+      store(p, d, m, place, ahead);
     }
   }
 };
