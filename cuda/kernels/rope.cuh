@@ -2,18 +2,18 @@
 // where the model does (Qwen3), rotate q and k by position, and store q for attention and k, v into
 // the cache.
 //
-//   (a, b) -> (a cos t - b sin t, a sin t + b cos t),  t = position * inverse frequency [pair]
-//
-// A pair is (2i, 2i + 1) in `interleaved` models (Llama) and (i, i + head_dim / 2) otherwise
-// (NeoX). Grid: (rows, groups of kThreads / 32 heads); one warp per head, q heads first, then k,
-// then v. Bytes: 4 read and 2 written per element, of an e4m3 cache 1 per element of k and v and 4
-// per head of a row.
+// The rotation: rotary.cuh, t = position * inverse frequency [pair]. A pair is (2i, 2i + 1) in
+// `interleaved` models (Llama) and (i, i + head_dim / 2) otherwise (NeoX). A GEMM with the epilogue
+// `qkv` does all this itself. Grid: (rows, groups of kThreads / 32 heads); one warp per head, q
+// heads first, then k, then v. Bytes: 4 read and 2 written per element, of an e4m3 cache 1 per
+// element of k and v and 4 per head of a row.
 #pragma once
 
 #include "../core/e4m3.cuh"
 #include "../core/live.cuh"
 #include "../core/reduce.cuh"
 #include "../core/spec.cuh"
+#include "rotary.cuh"
 
 #define ROPE_PARAMS(P)                                                         \
   P(const Live*, live)                                                         \
@@ -33,7 +33,8 @@
   P(int32_t, kv_heads)                                                         \
   P(int32_t, head_dim)                                                         \
   P(int32_t, interleaved)                                                      \
-  P(int32_t, site) /* of q; k and v follow */                                  \
+  P(int32_t, alike) /* 0, or columns of qkv are paired: rotary.cuh */          \
+  P(int32_t, site)  /* of q; k and v follow */                                 \
   P(float, eps)
 
 // What the cache holds, and the sequence list that says where it is.
@@ -71,7 +72,7 @@ struct Rope {
     const int half = p.head_dim / 2;
     const int step = p.interleaved ? 2 : 1, apart = p.interleaved ? 1 : half;
     const int64_t width = int64_t(p.heads + 2 * p.kv_heads) * p.head_dim;
-    const float* in = p.qkv + row * width + int64_t(head) * p.head_dim;
+    const float* in = p.qkv + row * width;
     const float* bias = p.bias ? p.bias + int64_t(head) * p.head_dim : nullptr;
     const float* norm = part == 0 ? p.q_norm : part == 1 ? p.k_norm : nullptr;
 
@@ -80,8 +81,11 @@ struct Rope {
     for (int i = 0; i < kPairs; ++i) {
       const int pair = lane + 32 * i, at = pair * step;
       const bool inside = pair < half;
-      a[i] = inside ? in[at] + (bias ? bias[at] : 0.0f) : 0.0f;
-      b[i] = inside ? in[at + apart] + (bias ? bias[at + apart] : 0.0f) : 0.0f;
+      const int first =
+          p.alike ? rotary::paired_column(head, pair, p.head_dim, p.alike) : head * p.head_dim + at;
+      const int second = first + (p.alike ? 1 : apart);
+      a[i] = inside ? in[first] + (bias ? bias[at] : 0.0f) : 0.0f;
+      b[i] = inside ? in[second] + (bias ? bias[at + apart] : 0.0f) : 0.0f;
       squares += a[i] * a[i] + b[i] * b[i];
     }
     const float scale = norm ? rsqrtf(warp_sum(squares) / p.head_dim + p.eps) : 1.0f;
@@ -99,11 +103,8 @@ struct Rope {
         y *= scale * norm[at + apart];
       }
       if (part != 2) {
-        const float c = p.cosines[int64_t(position) * half + pair];
-        const float s = p.sines[int64_t(position) * half + pair];
-        const float rotated = x * c - y * s;
-        y = x * s + y * c;
-        x = rotated;
+        const int64_t angle = int64_t(position) * half + pair;
+        rotary::turn(x, y, p.cosines[angle], p.sines[angle]);
       }
       fit &= fits_half(x) & fits_half(y);
     }

@@ -9,6 +9,8 @@ from pyruntime.driver.memory import DeviceArray
 from pyruntime.driver.program import Program
 from pyruntime.errors import CubinError
 
+GROUP = 32  # columns that paired ones come in (cuda/kernels/rotary.cuh): 16 pairs of one head
+
 
 def rope(
     program: Program,
@@ -32,6 +34,7 @@ def rope(
     site: int,
     eps: float,
     kv_dtype: str = "f16",
+    alike: int = 0,
     bias: DeviceArray | None = None,
     q_norm: DeviceArray | None = None,
     k_norm: DeviceArray | None = None,
@@ -51,6 +54,7 @@ def rope(
             of fp16's range.
         eps: of the q/k norm.
         kv_dtype: what the cache holds, "f16" or "e4m3".
+        alike: how the columns of qkv lie, see `pyruntime.ops.qkv`; 0: by heads and elements.
         bias: float32 [(heads + 2 kv_heads) * head_dim]; q_norm, k_norm: float32 [head_dim].
 
     Raises:
@@ -65,15 +69,15 @@ def rope(
     width = (heads + 2 * kv_heads) * head_dim
     if qkv.shape[1:] != (width,) or q.shape[1:] != (heads * head_dim,):
         raise ValueError(f"rope: qkv {qkv.shape} and q {q.shape} for {heads}+2*{kv_heads} heads")
-    dtypes = [array.dtype for array in (qkv, q, cosines, sines)]
-    if dtypes != [np.float32, np.float16, np.float32, np.float32]:
-        raise ValueError(f"rope: qkv, q, cosines, sines are {dtypes}")
+    if qkv.dtype != np.float32 or q.dtype != np.float16:
+        raise ValueError(f"rope: qkv is {qkv.dtype}, q {q.dtype}")
     if max_rows > min(qkv.shape[0], q.shape[0]):
         raise ValueError(f"rope: {max_rows} rows of qkv {qkv.shape}, q {q.shape}")
     if head_dim % 2 or head_dim > int(kernel.spec.tile["max_head_dim"]):
         raise ValueError(f"rope: head dim {head_dim} is odd or beyond {kernel.spec.tile}")
-    if cosines.shape != sines.shape or cosines.shape[1:] != (head_dim // 2,):
-        raise ValueError(f"rope: tables {cosines.shape}, {sines.shape} for head dim {head_dim}")
+    check_rotary(cosines, sines, head_dim)
+    if alike:
+        check_paired(heads, kv_heads, head_dim, alike)
     program.add(
         kernel,
         grid=(max_rows, -(-(heads + 2 * kv_heads) // int(kernel.spec.tile["heads"]))),
@@ -94,6 +98,25 @@ def rope(
         kv_heads=kv_heads,
         head_dim=head_dim,
         interleaved=int(interleaved),
+        alike=alike,
         site=site,
         eps=eps,
     )
+
+
+def check_paired(heads: int, kv_heads: int, head_dim: int, alike: int) -> None:
+    """Raises ValueError unless columns of so many heads can be paired, `alike` of them in turn."""
+    if alike < 1 or heads % alike or kv_heads % alike or head_dim % GROUP:
+        raise ValueError(
+            f"{heads} and {kv_heads} heads of {head_dim} cannot be paired, {alike} in turn"
+        )
+
+
+def check_rotary(cosines: DeviceArray, sines: DeviceArray, head_dim: int) -> None:
+    """Raises ValueError unless both are float32 [positions, head_dim / 2]."""
+    shapes, dtypes = {cosines.shape, sines.shape}, {cosines.dtype, sines.dtype}
+    if len(shapes) != 1 or cosines.shape[1:] != (head_dim // 2,) or dtypes != {np.dtype("f4")}:
+        raise ValueError(
+            f"rope: tables {cosines.dtype} {cosines.shape}, {sines.dtype} {sines.shape} "
+            f"for head dim {head_dim}"
+        )
