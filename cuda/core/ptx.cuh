@@ -69,6 +69,13 @@ __device__ __forceinline__ void store_words(void* to, uint32_t x, uint32_t y) {
   asm volatile("st.global.v2.b32 [%0], {%1, %2};\n" ::"l"(to), "r"(x), "r"(y) : "memory");
 }
 
+__device__ __forceinline__ void store_words(void* to, uint32_t x, uint32_t y, uint32_t z,
+                                            uint32_t w) {
+  asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};\n" ::"l"(to), "r"(x), "r"(y), "r"(z),
+               "r"(w)
+               : "memory");
+}
+
 __device__ __forceinline__ void store_floats(float* to, float4 v) {
   asm volatile("st.global.v4.f32 [%0], {%1, %2, %3, %4};\n" ::"l"(to), "f"(v.x), "f"(v.y), "f"(v.z),
                "f"(v.w)

@@ -11,10 +11,11 @@
 //   add     C[r][j] += scale * acc[r][j]
 //   swiglu  C[r][i]  = fp16(scale * silu(acc[r][2i]) * acc[r][2i + 1]), W rows gate0, up0, gate1...
 //   geglu   the same with gelu in place of silu
-enum class Epilogue { f32, add, swiglu, geglu };
+//   qkv     C = acc + bias, of which q and k are rotated; K and V go to the cache (sm_90a alone)
+enum class Epilogue { f32, add, swiglu, geglu, qkv };
 
 constexpr const char* name_of(Epilogue e) {
-  constexpr const char* names[] = {"f32", "add", "swiglu", "geglu"};
+  constexpr const char* names[] = {"f32", "add", "swiglu", "geglu", "qkv"};
   return names[int(e)];
 }
 

@@ -57,11 +57,11 @@ def gemm(
         raise ValueError(f"gemm: {epilogue} needs an overflow word")
     (n, k), device = w.shape, library.device
     if kernel is None:
-        kernel = _choice(library, epilogue, max_rows, n, k)
+        kernel = choice(library, epilogue, max_rows, n, k)
     program.add(
         kernel,
-        grid=_grid(kernel, max_rows, n, device),
-        **_operands(kernel, a, w),
+        grid=blocks(kernel, max_rows, n, device),
+        **operands(kernel, a, w),
         rows=rows,
         c=c,
         overflow=overflow,
@@ -73,12 +73,13 @@ def gemm(
 
 
 @functools.lru_cache(maxsize=256)  # all layers of a model ask the same
-def _choice(library: Library, epilogue: str, m: int, n: int, k: int) -> Kernel:
+def choice(library: Library, epilogue: str, m: int, n: int, k: int) -> Kernel:
+    """The row of the table for `epilogue` of an [m, n] product over k; see `choose`."""
     found = [x for x in library.family("gemm") if x.spec.tile["epilogue"] == epilogue]
     return choose(found, m, n, k, library.device)
 
 
-def _grid(kernel: Kernel, max_rows: int, n: int, device: Device) -> int:
+def blocks(kernel: Kernel, max_rows: int, n: int, device: Device) -> int:
     """Blocks; a row with TMA that does not split k is persistent: what fits at a time will do."""
     count, tile = units(kernel.spec, max_rows, n), kernel.spec.tile
     if tile.get("split") == 1:
@@ -86,7 +87,7 @@ def _grid(kernel: Kernel, max_rows: int, n: int, device: Device) -> int:
     return count * kernel.spec.cluster
 
 
-def _operands(kernel: Kernel, a: DeviceArray, w: DeviceArray) -> dict[str, DeviceArray | TensorMap]:
+def operands(kernel: Kernel, a: DeviceArray, w: DeviceArray) -> dict[str, DeviceArray | TensorMap]:
     """The two matrices as the row's engine reads them."""
     tile = kernel.spec.tile
     if tile["engine"] == "mma":

@@ -239,7 +239,8 @@ def test_grids_and_boxes_of_rows_with_tma(
     driver = Driver()
     monkeypatch.setattr(api, "bindings", lambda: driver)
     n, k = 1008, 72
-    for kernel in (x for x in hopper if x.spec.tile["engine"] != "mma"):
+    rows_of_gemm = (x for x in hopper if x.spec.tile["epilogue"] in OUTPUTS)  # others: test_qkv.py
+    for kernel in (x for x in rows_of_gemm if x.spec.tile["engine"] != "mma"):
         epilogue = str(kernel.spec.tile["epilogue"])
         c = array(rows, n // 2) if epilogue in GATED else array(rows, n, dtype="float32")
         program = Program()

@@ -1,6 +1,6 @@
 // The same GEMM through Hopper's own instructions: acc = A * W^T, fp16 in, f32 accumulation, any n,
 // k a multiple of 8, live rows m read from device memory. What becomes of a tile stands in
-// gemm_wgmma_store.cuh.
+// gemm_wgmma_store.cuh and gemm_wgmma_qkv.cuh.
 //
 // Block: three warpgroups. One thread of the first keeps a ring of Stages slots full with TMA
 // copies; the other two hold rows 0-63 and 64-127 of a BM x BN tile in registers and multiply from
@@ -33,6 +33,7 @@
 #include "../../core/spec.cuh"
 #include "../../core/tma.cuh"
 #include "../../core/wgmma.cuh"
+#include "gemm_wgmma_qkv.cuh"
 #include "gemm_wgmma_store.cuh"
 
 #define GEMM_WGMMA_PLANES(P, A)        \
@@ -191,11 +192,10 @@ struct GemmWgmma : GemmWgmmaStore<E, BN> {
   }
 
   // The first steps of a tile, two groups of the tile before written under each.
-  template <int G>
+  template <int G, class Gated>
   static __device__ __forceinline__ void multiply_and_store(const Params& p, Smem& s, Ring& ring,
                                                             Accumulators& d, int warpgroup,
-                                                            const Work& work,
-                                                            const typename Store::Gated& gated,
+                                                            const Work& work, const Gated& gated,
                                                             bool pending) {
     if constexpr (G < Store::kGroups) {
       if (G / 2 < work.steps) multiply(s, ring, d, warpgroup, G == 0);
@@ -253,6 +253,7 @@ struct GemmWgmma : GemmWgmmaStore<E, BN> {
       const TilePlace place = rows_of_warp(work.first);
       typename Store::Ahead ahead(p, owner ? work.m : 0, place);
       multiply(s, ring, d, warpgroup, true);
+      ahead.follow(p, place);
       for (int step = 1; step < work.steps; ++step) multiply(s, ring, d, warpgroup, false);
       ptx::wgmma_wait<0>();
       ptx::named_barrier<kWarpgroup>(1 + warpgroup);
@@ -276,6 +277,7 @@ struct GemmWgmma : GemmWgmmaStore<E, BN> {
         const TilePlace place = rows_of_warp(unit);
         typename Store::Ahead ahead(p, work.m, place);
         multiply(s, ring, d, warpgroup, true);
+        ahead.follow(p, place);
         for (int step = 1; step < work.steps; ++step) multiply(s, ring, d, warpgroup, false);
         ptx::wgmma_wait<0>();
         release(s, ring.previous());

@@ -59,12 +59,13 @@ struct GemmWgmmaStore {
     }
   };
 
-  // What is read before a tile is summed.
+  // What is read before a tile is summed; `follow`: once its first product has been started.
   struct Ahead {
     Before before[2];
     __device__ __forceinline__ Ahead(const Params& p, int m, TilePlace place) {
       if constexpr (E == Epilogue::add) before[0].read(p, m, place, 0);
     }
+    __device__ __forceinline__ void follow(const Params&, TilePlace) {}
   };
 
   static __device__ __forceinline__ void store(const Params& p, const Accumulators& d, int m,
