@@ -45,6 +45,7 @@ def expected_work(
     embedding_row_bytes: int,
     kv_dtype: str = "f16",
     scheduled: bool = False,
+    rotates: bool = False,
 ) -> dict[str, Work]:
     """The work of a prefill of `nt` tokens from an empty cache, logits of the last row.
 
@@ -54,6 +55,7 @@ def expected_work(
         embedding_row_bytes: of one packed row of the embedding.
         kv_dtype: what the cache holds; an e4m3 one is widened before attention.
         scheduled: attention is by a kernel for which a schedule is made, once for each window.
+        rotates: q and k are rotated, and K and V stored, by the product that makes them.
     """
     h, q, kv = c.hidden, c.heads * c.head_dim, c.kv_heads * c.head_dim
     shapes = {name: placement.shape for name, placement in layer_placements(c, 0).items()}
@@ -87,19 +89,23 @@ def expected_work(
     # The f32 residual stream, read and written, or what its norm reads.
     added = 4 * h if c.post_norms else (4 + 4) * h
     stored = 2 * kv if kv_dtype == "f16" else kv + 4 * c.kv_heads  # bytes of a row of K, and of V
-    # f32 in, fp16 q and what is stored out, cosines and sines.
-    rotated = 4 * (q + 2 * kv) + 2 * q + 2 * stored + 4 * c.head_dim
+    # fp16 q and what is stored out, cosines and sines.
+    rotated = 2 * q + 2 * stored + 4 * c.head_dim
+    rotation, summed = 3 * nt * (q + kv), 4 * (q + 2 * kv)
     work = {
         "embed": Work(1, 0, nt * (4 + embedding_row_bytes + 4 * h)),
         "norm": norm(nt) + joining_norm(nt) * (2 * c.layers - 2) + joining_norm(1) * 2,
-        "qkv": product("qkv", nt, 4 * (q + 2 * kv)) * c.layers,
-        "rope": Work(1, 3 * nt * (q + kv), nt * rotated) * c.layers,
+        "qkv": product("qkv", nt, summed) * c.layers,
+        "rope": Work(1, rotation, nt * (summed + rotated)) * c.layers,
         "attention": attention(c.window) * local + attention(None) * (c.layers - local),
         "o": second_half("attn_output", added),
         "gate_up": second_half("gate_up", 2 * c.ffn),
         "down": second_half("down", added),
         "head": Work(1, 2 * c.vocab * h, 2 * c.vocab * h + 2 * h + 4 * c.vocab),
     }
+    if rotates:
+        del work["rope"]
+        work["qkv"] = (product("qkv", nt, rotated) + Work(0, rotation, 0)) * c.layers
     if scheduled:
         work["schedule"] = Work(1, 0, PASS_BYTES) * len(c.windows)
     if kv_dtype != "f16":

@@ -55,7 +55,8 @@ def measure_wall(
         logits = np.asarray(engine.prefill(ids).logits)
     row_bytes = model.weights.outer["embedding"].shape[1]
     scheduled = any(x.role == "attention" and Choice(x.kernel).scheduled for x in launches)
-    expected = expected_work(engine.config, nt, row_bytes, model.kv_dtype, scheduled)
+    rotates = any(x.kernel.spec.tile.get("epilogue") == "qkv" for x in launches)
+    expected = expected_work(engine.config, nt, row_bytes, model.kv_dtype, scheduled, rotates)
     slices = account(named, timed.medians, expected, roofline)
     gap = explain(calls, statistics.median(timed.busy), statistics.median(timed.overlapped), copies)
     return {

@@ -22,7 +22,7 @@ from pyruntime.ops.attention_choice import choose
 from pyruntime.ops.attention_schedule import Schedule, Workspace, workspace_layout
 from pyruntime.ops.gemm import gemm
 from pyruntime.ops.norm import norm, norm_residual
-from pyruntime.ops.rope import rope
+from pyruntime.ops.qkv import qkv
 from pyruntime.ops.rows import embed, gather
 from pyruntime.ops.softcap import softcap
 from pyruntime.ops.widen import widen
@@ -196,11 +196,6 @@ class Decoder:
         self._norm(p, x, w.layers[0]["attn_norm"], count, rows, 0)
         for layer, weights in enumerate(w.layers):
             site = layer * len(SITES)
-            with p.role("qkv"):
-                gemm(
-                    p, lib, a=act["normed"], w=weights["qkv"], c=act["qkv"],
-                    rows=count, max_rows=rows, epilogue="f32",
-                )  # fmt: skip
             self._attention(p, schedules[c.window_of(layer)], layer, rows, site + 1)
             if layer == c.layers - 1 and not every_row:
                 with p.role("gather"):
@@ -274,17 +269,20 @@ class Decoder:
         return found
 
     def _attention(self, p: Program, schedule: Schedule, layer: int, rows: int, site: int) -> None:
-        """From `qkv` to `attended`, storing K and V in the cache on the way."""
+        """From `normed` to `attended`, storing K and V in the cache on the way."""
         c, live, act, weights = self.config, self.live, self.activations, self._weights.layers
         if not self._tables:
             raise RuntimeError("reserve_positions comes first")
         cosines, sines = self._tables[c.ropes.index(c.rope_of(layer))]
         scaled = self._kv_dtype != "f16"
-        rope(
+        qkv(
             p,
             self._library,
-            qkv=act["qkv"],
+            a=act["normed"],
+            w=weights[layer]["qkv"],
+            product=act["qkv"],
             q=act["q"],
+            rows=live.rows,
             live=live.live,
             sequences=live.stored if scaled else live.sequences,
             sequence_of=live.sequence_of,
@@ -297,6 +295,7 @@ class Decoder:
             kv_heads=c.kv_heads,
             head_dim=c.head_dim,
             interleaved=c.rope.style == "interleaved",
+            alike=self._weights.alike,
             overflow=live.overflow,
             site=site,
             eps=c.eps,

@@ -34,6 +34,7 @@ from pyruntime.model.live import NO_OVERFLOW
 from pyruntime.model.tokens import check_tokens
 from pyruntime.model.weights import Weights
 from pyruntime.ops.attention_choice import choose
+from pyruntime.ops.qkv import alike_heads
 
 if TYPE_CHECKING:
     from pyruntime.gguf import GGUFFile
@@ -118,7 +119,12 @@ class GpuModel:
         needs = device_bytes(file, config, self.max_tokens, kv_tokens, self.kv_dtype)
         self._check_memory(needs, memory_budget)
         self._stream = self._owned(Stream(self.device, stream))
-        self.weights = weights = self._owned(Weights(file, config, library, progress))
+        alike = alike_heads(
+            library, heads=config.heads, kv_heads=config.kv_heads, head_dim=config.head_dim,
+            interleaved=config.rope.style == "interleaved", bias=config.qkv_bias,
+            norm=config.qk_norm, kv_dtype=self.kv_dtype,
+        )  # fmt: skip
+        self.weights = weights = self._owned(Weights(file, config, library, progress, alike))
         self._decoder = self._owned(
             Decoder(library, config, weights, self.max_tokens, attention, self.kv_dtype)
         )

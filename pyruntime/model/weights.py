@@ -1,5 +1,7 @@
 """Weights in device memory: fp16 matrices, q/k/v fused, gate and up interleaved row by row.
 
+Rows of q/k/v lie as in the file, one tensor after the other, or paired (`pyruntime.ops.qkv`).
+
 The embedding stays packed: its rows are looked up and unpacked exactly.
 """
 
@@ -7,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -16,9 +18,13 @@ import numpy as np
 from pyruntime.driver.device import Device
 from pyruntime.driver.library import Library
 from pyruntime.driver.memory import DeviceArray
+from pyruntime.driver.program import Program
+from pyruntime.driver.stream import Stream
 from pyruntime.errors import CudaError
 from pyruntime.model.config import ModelConfig
 from pyruntime.model.loader import MatrixPart, load_matrices
+from pyruntime.ops.qkv import paired_rows
+from pyruntime.ops.rows import gather
 
 if TYPE_CHECKING:
     from pyruntime.gguf import GGUFFile, TensorInfo
@@ -113,6 +119,7 @@ class Weights:
 
     Args:
         progress: called with the number of file bytes of each piece that has arrived.
+        alike: how the rows of q/k/v shall lie, see `pyruntime.ops.qkv`; 0: as in the file.
 
     Raises:
         OutOfMemoryError: device memory does not suffice.
@@ -126,7 +133,9 @@ class Weights:
         config: ModelConfig,
         library: Library,
         progress: Callable[[int], object],
+        alike: int = 0,
     ) -> None:
+        self.alike = alike
         embedding = file.tensors["token_embd.weight"]
         assert embedding.type is not None  # unknown types were refused with the config
         self.embedding_type = embedding.type.name
@@ -138,10 +147,47 @@ class Weights:
         self.outer, self.layers = groups[0], groups[1:]
         try:
             load_matrices(file, _parts(file, library.device, placements, groups), library, progress)
+            if alike:
+                self._pair(config, library)
         except BaseException:
             with suppress(CudaError):  # the first failure is the one to report
                 self.close()
             raise
+
+    def _pair(self, c: ModelConfig, library: Library) -> None:
+        """Moves the rows of q/k/v from the file's order to the paired one.
+
+        Each layer's go to where those of the layer before were; the first needs room of its own,
+        which the last leaves behind.
+        """
+        device = library.device
+        index = paired_rows(
+            heads=c.heads, kv_heads=c.kv_heads, head_dim=c.head_dim,
+            interleaved=c.rope.style == "interleaved", alike=self.alike,
+        )  # fmt: skip
+        count = np.array([len(index)], np.int32)
+        spare = DeviceArray(device, (len(index), c.hidden), np.float16, what="room to pair q, k, v")
+        try:
+            with (
+                closing(Stream(device)) as stream,
+                closing(DeviceArray(device, index.shape, np.int32)) as order,
+                closing(DeviceArray(device, count.shape, np.int32)) as rows,
+                closing(DeviceArray(device, (len(index), 0), np.float32)) as nothing,
+                device.current(),
+            ):
+                rows.upload(count)
+                order.upload(index)
+                program = Program()
+                for layer in self.layers:
+                    gather(
+                        program, library, wanted=rows, max_wanted=len(index), index=order,
+                        x=nothing, x_out=nothing, a=layer["qkv"], a_out=spare,
+                    )  # fmt: skip
+                    layer["qkv"], spare = spare, layer["qkv"]
+                program.run(stream)
+                stream.synchronize()
+        finally:
+            spare.close()
 
     def arrays(self) -> Iterator[DeviceArray]:
         """Every array."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,6 +16,7 @@ from pyruntime import Engine
 from pyruntime.errors import NumericalError, UnsupportedModelError
 from pyruntime.gguf import GGUFFile
 from pyruntime.model.config import ModelConfig
+from pyruntime.ops import qkv
 from pyruntime.reference import e4m3
 from pyruntime.reference.model import ReferenceModel
 
@@ -97,6 +99,20 @@ def check_errors(
 def test_errors_are_those_of_fp16(stem: str) -> None:
     with engine_for(stem) as engine:
         check_errors(engine, reference_for(stem), stem)
+
+
+@pytest.mark.parametrize(
+    "stem", ["tiny-llama-q8_0", "tiny-qwen2-q8_0", "tiny-gemma2-q8_0", "tiny-mistral-q8_0", SMOLLM2]
+)
+def test_errors_where_products_rotate(monkeypatch: pytest.MonkeyPatch, stem: str) -> None:
+    """Also in passes of few rows, for which two launches are expected to be faster."""
+    monkeypatch.setattr(qkv, "ROPE_LAUNCH", math.inf)
+    with engine_for(stem) as engine:
+        if not engine.model.weights.alike:
+            pytest.skip("no GEMM of this device rotates")
+        check_errors(engine, reference_for(stem), stem)
+        ran = engine.launches()
+    assert any("_qkv_" in name for name in ran) and not any(x.startswith("rope") for x in ran)
 
 
 @pytest.mark.parametrize("variant", ["wgmma", "fast", "r46-base", "r46", "r48", "r50", "r57"])
