@@ -1,7 +1,7 @@
 """Every row of the GEMM table on the four products of a Qwen2.5-7B layer, against the chosen row.
 
 All engines: mma.sync, and where the device has them wgmma and stream (whose rows are left out where
-a tile has not all rows of A).
+a tile has not all rows of A). There also the product that rotates.
 
 Random-normal data; weights rotate over more memory than L2 holds. A figure is the median of
 ROUNDS timings of LAUNCHES launches each, rows taken in turn; every raw value is kept.
@@ -12,21 +12,25 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+import struct
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
 from pyruntime.driver.device import Device
-from pyruntime.driver.library import Library
+from pyruntime.driver.library import Kernel, Library
 from pyruntime.driver.memory import DeviceArray
 from pyruntime.driver.program import Program
 from pyruntime.driver.stream import Event, Stream
 from pyruntime.ops.gemm import OUTPUTS, gemm
 from pyruntime.ops.gemm_choice import choose, costs
+from pyruntime.ops.qkv import qkv
 
 SHAPES = {  # name: (epilogue, n, k)
     "qkv": ("f32", 4608, 3584),
+    "rotated": ("qkv", 4608, 3584),
     "o": ("add", 3584, 3584),
     "gate_up": ("swiglu", 37888, 3584),
     "down": ("add", 3584, 18944),
@@ -34,6 +38,9 @@ SHAPES = {  # name: (epilogue, n, k)
 LENGTHS = (1, 16, 64, 128, 512, 2048, 4096, 8192)
 ROUNDS, LAUNCHES = 7, 10
 ROTATED = 256 << 20  # bytes of weights
+HEADS, KV_HEADS, HEAD_DIM, ALIKE = 28, 4, 128, 4  # of qkv
+
+Record = Callable[[Program, Kernel, DeviceArray], None]  # of a launch with this W
 
 
 def normal(device: Device, rows: int, columns: int) -> DeviceArray:
@@ -43,27 +50,64 @@ def normal(device: Device, rows: int, columns: int) -> DeviceArray:
     return DeviceArray(device, values.shape, values.dtype).upload(values)
 
 
+def recorder(library: Library, epilogue: str, m: int, n: int, k: int) -> Record:
+    """Records products of m rows of random-normal data."""
+    device, a = library.device, normal(library.device, m, k)
+
+    def array(*shape: int, dtype: str = "int32") -> DeviceArray:
+        return DeviceArray(device, shape, dtype).fill(0)
+
+    def upload(values: np.ndarray) -> DeviceArray:
+        return DeviceArray(device, values.shape, values.dtype).upload(values)
+
+    rows, overflow = upload(np.array([m], np.int32)), array(1)
+    if epilogue == "qkv":
+        keys, values = (array(KV_HEADS, m, HEAD_DIM, dtype="float16") for _ in "kv")
+        sequence = struct.pack("<4i2Q8x", 0, m, 0, m, keys.ptr, values.ptr)
+        q = array(m, HEADS * HEAD_DIM, dtype="float16")
+        table = upload(np.full((m, HEAD_DIM // 2), 0.5**0.5, np.float32))
+        given: dict[str, Any] = {
+            "q": q, "product": q, "live": rows, "sequences": upload(np.frombuffer(sequence, "u1")),
+            "sequence_of": array(m), "positions": upload(np.arange(m, dtype=np.int32)),
+            "cosines": table, "sines": table, "layer": 0, "heads": HEADS,
+            "kv_heads": KV_HEADS, "head_dim": HEAD_DIM, "interleaved": False, "alike": ALIKE,
+            "site": 0, "eps": 0.0, "bias": array(n, dtype="float32"),
+        }  # fmt: skip
+        held = keys, values
+
+        def rotate(program: Program, kernel: Kernel, w: DeviceArray) -> None:
+            assert held  # the sequence points into them
+            qkv(
+                program, library, a=a, w=w, rows=rows, max_rows=m, overflow=overflow,
+                kernel=kernel, **given,
+            )  # fmt: skip
+
+        return rotate
+    c = array(m, n // 2 if epilogue == "swiglu" else n, dtype=OUTPUTS[epilogue])
+
+    def multiply(program: Program, kernel: Kernel, w: DeviceArray) -> None:
+        gemm(
+            program, library, a=a, w=w, c=c, rows=rows, max_rows=m, epilogue=epilogue,
+            scale=2.0**-12, overflow=overflow, kernel=kernel,
+        )  # fmt: skip
+
+    return multiply
+
+
 def measure(library: Library, stream: Stream, name: str, m: int) -> dict[str, Any]:
     """Milliseconds per launch of each row, and the choice."""
     epilogue, n, k = SHAPES[name]
     device = library.device
     copies = -(-ROTATED // (2 * n * k))
     w = normal(device, copies * n, k)
-    c = DeviceArray(device, (m, n // 2 if epilogue == "swiglu" else n), OUTPUTS[epilogue]).fill(0)
-    rows, overflow = (DeviceArray(device, (1,), np.int32) for _ in range(2))
-    rows.upload(np.array([m], np.int32))
-    a = normal(device, m, k)
-    found = [x for x in library.family("gemm") if x.spec.tile["epilogue"] == epilogue]
-    kernels = costs(found, m, n, k, device)
+    record = recorder(library, epilogue, m, n, k)
+    kernels = costs(rows_of(library, epilogue), m, n, k, device)
     programs = {}
     for kernel in kernels:
         programs[kernel.name] = program = Program()
         for i in range(LAUNCHES):
             start = i % copies * n
-            gemm(
-                program, library, a=a, w=w.rows(start, start + n), c=c, rows=rows, max_rows=m,
-                epilogue=epilogue, scale=2.0**-12, overflow=overflow, kernel=kernel,
-            )  # fmt: skip
+            record(program, kernel, w.rows(start, start + n))
     raw: dict[str, list[float]] = {x: [] for x in programs}
     before, after = Event(device), Event(device)
     for round_ in range(ROUNDS + 1):
@@ -75,9 +119,12 @@ def measure(library: Library, stream: Stream, name: str, m: int) -> dict[str, An
             after.synchronize()
             if round_:  # the first warms up
                 raw[row].append(after.milliseconds_since(before) / LAUNCHES)
-    for array in (a, w, c):
-        array.close()
+    w.close()
     return {"choice": choose(kernels, m, n, k, device).name, "ms": raw}
+
+
+def rows_of(library: Library, epilogue: str) -> list[Kernel]:
+    return [x for x in library.family("gemm") if x.spec.tile["epilogue"] == epilogue]
 
 
 def main() -> int:
@@ -86,7 +133,12 @@ def main() -> int:
     args = parser.parse_args()
     device = Device(0)
     library, stream = Library(device), Stream(device)
-    figures = {f"{x} {m}": measure(library, stream, x, m) for x in SHAPES for m in LENGTHS}
+    figures = {
+        f"{name} {m}": measure(library, stream, name, m)
+        for name, (epilogue, *_) in SHAPES.items()
+        for m in LENGTHS
+        if rows_of(library, epilogue)
+    }
     if args.json:
         print(json.dumps(figures))
     else:
