@@ -33,6 +33,9 @@ class Device:
     can be shared. `current()` pushes it for a block of code, then restores what was current.
     Memory that outlives `close` (a result, a cache) keeps the context until it is freed (`hold`).
 
+    Attributes:
+        allocated: bytes that arrays of this object hold now. peak: the most that they ever held.
+
     Raises:
         DriverNotFoundError: no driver, or no such device.
     """
@@ -45,6 +48,7 @@ class Device:
             )
         self.ordinal = ordinal
         self.handle = api.call("cuDeviceGet", ordinal)
+        self.allocated = self.peak = 0
         self._holders = 1
         self._closed = False
         self._lock = threading.RLock()  # a finalizer may come in the middle
@@ -71,6 +75,12 @@ class Device:
             self._holders -= 1
             if self._holders == 0:
                 api.call("cuDevicePrimaryCtxRelease", self.handle)
+
+    def count(self, nbytes: int) -> None:
+        """Adds `nbytes`, negative where memory was freed, to `allocated`."""
+        with self._lock:
+            self.allocated += nbytes
+            self.peak = max(self.peak, self.allocated)
 
     @contextmanager
     def current(self) -> Iterator[None]:

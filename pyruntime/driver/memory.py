@@ -47,6 +47,7 @@ class DeviceArray:
             self.ptr = base.ptr + offset
         else:
             self.ptr = _allocate(device, max(self.nbytes, 1), what)
+            device.count(self.nbytes)
 
     def close(self) -> None:
         """Frees the memory (not that of a view's base). Idempotent."""
@@ -55,6 +56,7 @@ class DeviceArray:
             try:
                 with self.device.current():
                     api.call("cuMemFree", ptr)
+                self.device.count(-self.nbytes)
             finally:
                 self.device.drop()
 

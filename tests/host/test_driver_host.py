@@ -20,7 +20,7 @@ from pyruntime.driver.library import Kernel
 from pyruntime.driver.memory import DeviceArray
 from pyruntime.driver.program import Program
 from pyruntime.driver.stream import Stream
-from pyruntime.errors import CudaError
+from pyruntime.errors import CudaError, OutOfMemoryError
 
 SPEC = KernelSpec(
     name="demo_x",
@@ -231,3 +231,24 @@ def test_what_is_written_is_there_before_any_stream_reads_it(
     array.close()
     device.close()
     assert driver.held() == {}
+
+
+def test_a_device_counts_what_its_arrays_hold(driver: FakeDriver) -> None:
+    """Views are part of their base; what could not be allocated was never held."""
+    device = Device(0)
+    first = DeviceArray(device, (3, 5), np.float32)
+    second = DeviceArray(device, (7,), np.uint8)
+    view = first.rows(0, 2)
+    assert (device.allocated, device.peak) == (67, 67)
+    view.close()
+    first.close()
+    first.close()
+    with pytest.raises(OutOfMemoryError):
+        DeviceArray(device, (driver.total,), np.uint8)
+    assert (device.allocated, device.peak) == (7, 67)
+    third = DeviceArray(device, (80,), np.uint8)
+    assert (device.allocated, device.peak) == (87, 87)
+    for array in (second, third):
+        array.close()
+    assert (device.allocated, device.peak) == (0, 87)
+    device.close()
