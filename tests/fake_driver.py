@@ -21,7 +21,8 @@ from cuda.bindings import driver
 from pyruntime.cubin.installed import manifest
 
 INVALID_VALUE, OUT_OF_MEMORY = 1, 2
-MAKERS = {"cuModuleLoadData": "modules", "cuStreamCreate": "streams", "cuEventCreate": "events",
+MAKERS = {"cuModuleLoadData": "modules", "cuStreamCreateWithPriority": "streams",
+          "cuEventCreate": "events",
           "cuMemAlloc": "arrays", "cuMemHostAlloc": "pinned"}  # fmt: skip
 ENDERS = {"cuModuleUnload": "modules", "cuStreamDestroy": "streams", "cuEventDestroy": "events",
           "cuMemFree": "arrays", "cuMemFreeHost": "pinned"}  # fmt: skip
@@ -29,7 +30,8 @@ ANSWERS = {  # of functions without a state
     "cuDriverGetVersion": 13000, "cuDeviceGetCount": 1, "cuDeviceGetName": b"Made-up GPU\0",
     "cuFuncLoad": None, "cuFuncSetAttribute": None, "cuOccupancyMaxActiveClusters": 60,
     "cuTensorMapEncodeTiled": driver.CUtensorMap(), "cuLaunchKernelEx": None,
-    "cuStreamSynchronize": None, "cuEventRecord": None,
+    "cuStreamSynchronize": None, "cuStreamWaitEvent": None, "cuEventRecord": None,
+    "cuCtxGetStreamPriorityRange": (0, -5),
     "cuEventSynchronize": None, "cuEventElapsedTime": 1.0,
 }  # fmt: skip
 ATTRIBUTES = {  # of the device and of every kernel
@@ -116,6 +118,11 @@ class FakeDriver:
             self.misuse.append(otherwise)
             raise StatusError(INVALID_VALUE)
 
+    def _require_inside(self, at: int, nbytes: int) -> None:
+        arrays = self.live["arrays"].items()
+        inside = any(a <= at <= a + array.nbytes - nbytes for a, array in arrays)
+        self._require(inside, f"{nbytes} bytes at {at:#x} are not inside of one array")
+
     def _result(self, name: str, *arguments: Any) -> Any:
         match name.removesuffix("Async"), arguments:
             case _ if name in self.answers:
@@ -147,9 +154,14 @@ class FakeDriver:
             case "cuMemGetInfo", ():
                 return self.total - sum(a.nbytes for a in self.live["arrays"].values()), self.total
             case "cuMemcpyHtoD" | "cuMemcpyDtoH" | "cuMemsetD8", (target, source, nbytes, *_):
-                at, arrays = source if "DtoH" in name else target, self.live["arrays"].items()
-                inside = any(a <= at <= a + array.nbytes - nbytes for a, array in arrays)
-                self._require(inside, f"{nbytes} bytes at {at:#x} are not inside of one array")
+                self._require_inside(source if "DtoH" in name else target, nbytes)
                 (ctypes.memset if "set" in name else ctypes.memmove)(target, source, nbytes)
+            case "cuMemcpy2D", (copy, _):
+                for row in range(copy.Height):
+                    to, at = int(copy.dstDevice), int(copy.srcDevice)
+                    to, at = to + row * copy.dstPitch, at + row * copy.srcPitch
+                    for end in (to, at):
+                        self._require_inside(end, copy.WidthInBytes)
+                    ctypes.memmove(to, at, copy.WidthInBytes)
             case _:
                 raise NotImplementedError(f"{name}{arguments}")

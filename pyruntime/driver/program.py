@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import cached_property
-from itertools import chain
+from itertools import chain, pairwise
 from typing import Any
 
 from pyruntime.driver import api
@@ -63,6 +63,7 @@ class Program:
         self.launches = list(launches)
         self._counts = Counter(launch.kernel for launch in self.launches)
         self._role = ""
+        self._cuts: list[int] = []
 
     @contextmanager
     def role(self, name: str) -> Iterator[None]:
@@ -91,6 +92,16 @@ class Program:
             )
         self.launches.append(Launch(kernel, (x, y, z), params, self._role or kernel.spec.family))
         self._counts[kernel] += 1
+
+    def cut(self) -> None:
+        """Ends a section here."""
+        self._cuts.append(len(self.launches))
+
+    @cached_property
+    def sections(self) -> list[Program]:
+        """The launches between cuts, one program more than cuts; for when all have been added."""
+        bounds = pairwise([0, *self._cuts, len(self.launches)])
+        return [Program(self.launches[start:stop]) for start, stop in bounds]
 
     def run(self, stream: Stream, *then: Program, overlap: bool = True) -> None:
         """Enqueues every launch on `stream` and counts it; the device's context must be current.

@@ -9,21 +9,31 @@ from pyruntime.driver.device import Device
 
 
 class Stream:
-    """A non-blocking stream of our own on `device`, or a wrapper around a foreign handle."""
+    """A non-blocking stream of our own on `device`, or a wrapper around a foreign handle.
 
-    def __init__(self, device: Device, handle: int | None = None) -> None:
+    Blocks of an `urgent` one are placed before those of others that wait for a multiprocessor, too.
+    """
+
+    def __init__(self, device: Device, handle: int | None = None, *, urgent: bool = False) -> None:
         self.device = device
         self._owned = handle is None
         self.handle: Any = handle
         if handle is None:
             flag = api.constant("CUstream_flags", "CU_STREAM_NON_BLOCKING")
             with device.current():
-                self.handle = api.call("cuStreamCreate", flag)
+                # From the least to the greatest priority, which is the lowest number.
+                priority = api.call("cuCtxGetStreamPriorityRange")[1] if urgent else 0
+                self.handle = api.call("cuStreamCreateWithPriority", flag, priority)
 
     def synchronize(self) -> None:
         """Waits for all work of the stream. The GIL is free meanwhile."""
         with self.device.current():
             api.call("cuStreamSynchronize", self.handle)
+
+    def wait(self, event: Event) -> None:
+        """Enqueues a wait for what `event` was last recorded after; the host does not wait."""
+        with self.device.current():
+            api.call("cuStreamWaitEvent", self.handle, event.handle, 0)
 
     def copy_to_device(self, dst: int, src: int, nbytes: int) -> None:
         """Enqueues a host-to-device copy; the host memory must stay as it is until it has run."""
@@ -36,6 +46,19 @@ class Stream:
     def copy_on_device(self, dst: int, src: int, nbytes: int) -> None:
         """Enqueues a copy from device memory to device memory."""
         api.call("cuMemcpyDtoDAsync", dst, src, nbytes, self.handle)
+
+    def copy_columns(self, dst: int, pitch: int, src: int, width: int, rows: int) -> None:
+        """Enqueues a copy on the device of `rows` rows of `width` bytes, dense at `src`.
+
+        At `dst` a row begins every `pitch` bytes.
+        """
+        driver = api.bindings()
+        copy = driver.CUDA_MEMCPY2D()
+        copy.srcMemoryType = copy.dstMemoryType = driver.CUmemorytype.CU_MEMORYTYPE_DEVICE
+        copy.srcDevice, copy.srcPitch = src, width
+        copy.dstDevice, copy.dstPitch = dst, pitch
+        copy.WidthInBytes, copy.Height = width, rows
+        api.call("cuMemcpy2DAsync", copy, self.handle)
 
     def fill(self, dst: int, byte: int, nbytes: int) -> None:
         """Enqueues a byte fill."""
@@ -50,12 +73,13 @@ class Stream:
 
 
 class Event:
-    """A timing event."""
+    """A point in a stream; `timed` ones have a time."""
 
-    def __init__(self, device: Device) -> None:
+    def __init__(self, device: Device, *, timed: bool = True) -> None:
         self._device = device
+        flag = api.constant("CUevent_flags", "CU_EVENT_DISABLE_TIMING")
         with device.current():
-            self.handle = api.call("cuEventCreate", 0)
+            self.handle = api.call("cuEventCreate", 0 if timed else flag)
 
     def record(self, stream: Stream) -> None:
         """Enqueues the event."""

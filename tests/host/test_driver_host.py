@@ -252,3 +252,44 @@ def test_a_device_counts_what_its_arrays_hold(driver: FakeDriver) -> None:
         array.close()
     assert (device.allocated, device.peak) == (0, 87)
     device.close()
+
+
+@pytest.mark.parametrize(("urgent", "priority"), [(False, 0), (True, -5)])
+def test_an_urgent_stream_has_the_greatest_priority(
+    driver: FakeDriver, urgent: bool, priority: int
+) -> None:
+    made: list[int] = []
+    driver.hook = lambda name, arguments: (
+        made.append(arguments[1]) if name == "cuStreamCreateWithPriority" else None
+    )
+    device = Device(0)
+    Stream(device, urgent=urgent).close()
+    device.close()
+    assert made == [priority]
+
+
+def test_columns_are_copied_to_rows_of_another_width(driver: FakeDriver) -> None:
+    device = Device(0)
+    dense = np.arange(12, dtype=np.float32).reshape(3, 4)
+    source, target = DeviceArray(device, (3, 4), np.float32), DeviceArray(device, (3, 9), "f4")
+    source.upload(dense)
+    stream = Stream(device)
+    with device.current():
+        stream.copy_columns(target.ptr + 4 * 2, 4 * 9, source.ptr, 4 * 4, 3)
+    expected = np.zeros((3, 9))
+    expected[:, 2:6] = dense
+    assert np.array_equal(target, expected)
+    for thing in (source, target, stream, device):
+        thing.close()
+
+
+def test_sections_of_a_program_are_what_lies_between_cuts() -> None:
+    program = Program()
+    for cut_before in (False, True, False, True):
+        if cut_before:
+            program.cut()
+        program.add(KERNEL, grid=1, **PARAMS)
+    first, second, third = program.launches[:1], program.launches[1:3], program.launches[3:]
+    assert [section.launches for section in program.sections] == [first, second, third]
+    (whole,) = Program(program.launches).sections
+    assert whole.launches == program.launches
