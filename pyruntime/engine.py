@@ -18,9 +18,10 @@ from pyruntime.errors import EngineError
 from pyruntime.gguf import GGUFFile
 from pyruntime.model.config import ModelConfig
 from pyruntime.model.tokens import check_tokens
-from pyruntime.options import check_options, choose_device, sizes
+from pyruntime.options import check_options, choose_device, free_memory, sizes
 
 if TYPE_CHECKING:
+    from pyruntime.model.footprint import Plan
     from pyruntime.text.tokenizer import Tokenizer
 
 Progress = Callable[[int], object]
@@ -70,7 +71,8 @@ class Result:
         tokens: how many ids were processed.
         timings: seconds: "wall", and on a GPU "gpu" (between events around the passes).
         path: the backend and device that did it, such as "cuda:0 (NVIDIA H200)" or "cpu (NumPy)",
-            and the attention kernel and kv_dtype where others than the default were asked for.
+            the attention kernel and kv_dtype where others than the default were asked for, and
+            weights where they are "per-layer".
     """
 
     logits: Any
@@ -84,6 +86,8 @@ class Result:
 class Engine:
     """A loaded model. Use `Engine.load`, as a context manager or with `close`.
 
+    `weights` is what they are held as: on a GPU "fp16" or "per-layer", in NumPy "f32".
+
     Calls from several threads are served one after the other.
     """
 
@@ -95,6 +99,7 @@ class Engine:
         max_tokens: int,
         kv_tokens: int,
         kv_limit: int | None,
+        weights: str,
     ) -> None:
         self._model = model
         self._process = os.getpid()
@@ -107,6 +112,7 @@ class Engine:
         self.path = path
         self.max_tokens = max_tokens
         self.kv_tokens = kv_tokens
+        self.weights = weights
 
     @classmethod
     def load(
@@ -131,7 +137,10 @@ class Engine:
         Args:
             model: a path, an alias such as "smollm2", or "hf:owner/repo/file.gguf".
             device: "auto" (the first GPU, or NumPy with a warning), "cpu", or "cuda:N".
-            weights: "fp16", or "auto", which is that today.
+            weights: on a GPU "fp16", dequantized when loaded; "per-layer", packed as in the file
+                and dequantized one layer ahead of the layer at work, in every pass: less memory,
+                more time, the same bits; or "auto", the first of the two that fits.
+                `Engine.weights` tells which it is.
             attention: "auto" (the fastest kernel), "invariant" (the fastest that gives a row the
                 same bits however its prompt was cut), or a variant by name: "wgmma" (Hopper's),
                 "fast" (mma.sync, on every GPU), or a step of its history, "r46_base", "r46",
@@ -142,10 +151,11 @@ class Engine:
             overlap: "auto" lets a kernel start under the tail of the one before where the GPU can
                 (sm_90 and newer); "off" does not, for measuring and debugging. The same bits.
             max_tokens: rows of one pass; longer prompts take several. Default 4096, or the model's
-                context length if that is shorter.
+                context length if that is shorter. With weights "per-layer" it is 8192 at most.
             kv_tokens: the longest prompt without a cache of its own. By default the internal cache
                 begins with `max_tokens` positions (or 4096) and grows up to the context length.
-            memory_budget: the most device memory, in bytes, that `plan` may come to (GPU only).
+            memory_budget: the most device memory, in bytes, that the total of `plan` may come to
+                (GPU only).
             stream: the address of a CUDA stream to run on; default: one of its own (GPU only).
             progress: called with the file bytes of each piece loaded.
 
@@ -168,6 +178,8 @@ class Engine:
 
                 if memory_budget is not None or stream is not None:
                     raise ValueError("memory_budget and stream are for a GPU; this is the CPU")
+                if weights != "auto":
+                    raise ValueError(f"weights={weights!r} is for a GPU: NumPy works in float32")
                 if attention == "invariant":
                     raise ValueError(
                         "attention='invariant': NumPy does not promise it: its sums may round "
@@ -177,7 +189,7 @@ class Engine:
                     raise ValueError(f"attention={attention!r} names a GPU kernel: NumPy has none")
                 reference = ReferenceModel(file, config, kv_dtype=kv_dtype, progress=progress)
                 path = "cpu (NumPy)" + stored
-                return cls(reference, path, file, max_tokens, kv_tokens, kv_limit)
+                return cls(reference, path, file, max_tokens, kv_tokens, kv_limit, "f32")
             from pyruntime.model.gpu import GpuModel
 
             gpu = GpuModel(
@@ -187,6 +199,7 @@ class Engine:
                 max_tokens=max_tokens,
                 kv_tokens=kv_tokens,
                 memory_budget=memory_budget,
+                weights=weights,
                 stream=stream,
                 attention=attention,
                 overlap=overlap != "off",
@@ -194,7 +207,9 @@ class Engine:
                 progress=progress or (lambda _: None),
             )
             path = gpu.device_name + (f", attention {attention}" if attention != "auto" else "")
-            return cls(gpu, path + stored, file, max_tokens, kv_tokens, kv_limit)
+            mode = gpu.weights_mode
+            path += f", weights {mode}" if mode != "fp16" else ""
+            return cls(gpu, path + stored, file, gpu.max_tokens, kv_tokens, kv_limit, mode)
 
     @classmethod
     def plan(
@@ -212,21 +227,36 @@ class Engine:
         overlap: str = "auto",
         exact: str = "fast",
         stream: int | None = None,
-    ) -> dict[str, int]:
-        """Device bytes by category that `load` with the same options and one cache will hold.
+        memory: int | None = None,
+    ) -> Plan:
+        """Device bytes by category that `load` with the same options, one cache and a row of logits
+        will hold, and what weights "auto" comes to.
 
-        Nothing is allocated and no device is asked: `device`, `memory_budget` and `stream` change
-        nothing, nor does an `attention` that there is: the workspace is the same for all. While it
-        loads, staging buffers of up to 96 MiB come on top (more for rows of over 4 MiB). Raises: as
-        `load` does for the file and the other options.
+        Nothing is allocated, and a device is asked for its free memory only if weights are "auto"
+        and `memory` does not give it. `stream` changes nothing, nor does an `attention` that there
+        is: the workspace is the same for all. Counted are our own arrays, not what the driver keeps
+        for itself, nor staging buffers while weights are loaded: up to 96 MiB (more for rows of
+        over 4 MiB).
+
+        Args:
+            memory: free device memory in bytes.
+
+        Raises: as `load` does for the file, the device and the other options.
         """
         check_options(weights, attention, kv_dtype, graphs, overlap, exact)
         from pyruntime.hub import resolve
-        from pyruntime.model.footprint import device_bytes
+        from pyruntime.model.footprint import plan
 
+        if memory is None and weights == "auto":
+            memory = free_memory(device)
+        known = [bytes_ for bytes_ in (memory, memory_budget) if bytes_ is not None]
         with GGUFFile.open(resolve(model)) as file:
             config = ModelConfig.from_gguf(file)
-            return device_bytes(file, config, *sizes(config, max_tokens, kv_tokens), kv_dtype)
+            rows, kv_rows = sizes(config, max_tokens, kv_tokens)
+            return plan(
+                file, config, max_tokens=rows, kv_tokens=kv_rows, kv_dtype=kv_dtype,
+                weights=weights, memory=min(known, default=None),
+            )  # fmt: skip
 
     @property
     def model(self) -> Model:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from contextlib import closing
 
 from pyruntime.errors import DriverNotFoundError
 from pyruntime.model.config import KV_DTYPES, ModelConfig
@@ -18,7 +19,7 @@ def check_options(
 ) -> None:
     """Refuses, by name, what does not exist. Raises ValueError; CubinError: see `check_variant`."""
     for name, value, known in (
-        ("weights", weights, ("auto", "fp16")),
+        ("weights", weights, ("auto", "fp16", "per-layer")),
         ("kv_dtype", kv_dtype, KV_DTYPES),
         ("graphs", graphs, ("auto", "off")),
         ("overlap", overlap, ("auto", "off")),
@@ -44,22 +45,40 @@ def choose_device(device: str) -> int | None:
 
     Raises ValueError for a device of another form; whether there is one shows when it is opened.
     """
+    ordinal, reason = _find_device(device)
+    if reason:
+        log.warning("running on the CPU with NumPy: %s", reason)
+    return ordinal
+
+
+def free_memory(device: str) -> int | None:
+    """Free bytes of the GPU that `choose_device` would take, None if it takes none.
+
+    Raises DriverNotFoundError for one that is not there, ValueError as `choose_device`.
+    """
+    from pyruntime.driver.device import Device
+
+    ordinal, _ = _find_device(device)
+    if ordinal is None:
+        return None
+    with closing(Device(ordinal)) as opened:
+        return opened.memory()[0]
+
+
+def _find_device(device: str) -> tuple[int | None, str]:
+    """The ordinal, or None and, if a GPU would have been taken, why there is none."""
     if not isinstance(device, str):
         raise ValueError(f"device={device!r}: 'auto', 'cpu' or 'cuda:N'")
     if device == "cpu":
-        return None
+        return None, ""
     if device == "auto":
         from pyruntime.driver.device import device_count
 
         try:
-            if device_count():
-                return 0
-            reason = "the driver shows no device"
+            return (0, "") if device_count() else (None, "the driver shows no device")
         except DriverNotFoundError as error:
-            reason = str(error)
-        log.warning("running on the CPU with NumPy: %s", reason)
-        return None
+            return None, str(error)
     kind, _, ordinal = device.partition(":")
     if kind != "cuda" or not (ordinal.isdecimal() or device == "cuda"):
         raise ValueError(f"device={device!r}: 'auto', 'cpu' or 'cuda:N'")
-    return int(ordinal or 0)
+    return int(ordinal or 0), ""

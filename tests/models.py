@@ -97,6 +97,26 @@ def write_model(
     return path
 
 
+def write_wide_model(path: Path, *, tied: bool = False, spoilt: str = "") -> Path:
+    """A small model of Q8_0 matrices whose output matrix is larger than several of its layers.
+
+    `spoilt`: a tensor that gets a weight beyond fp16's range.
+    """
+    kind, random = gguf.GGMLQuantizationType.Q8_0, np.random.default_rng(8)
+    matrices = {n: x for n, x in tensors("llama", head_dim=64).items() if x.ndim == 2}
+    for name in ("token_embd.weight", "output.weight"):
+        matrices[name] = random.standard_normal((3001, HIDDEN), np.float32) / np.float32(8)
+    packed: dict[str, Any] = {
+        name: (gguf.quants.quantize(x, kind), kind) for name, x in matrices.items()
+    }
+    if tied:
+        packed["output.weight"] = None
+    if spoilt:
+        packed[spoilt][0][-1, :2] = (0xFF, 0x7B)  # the scale of a block: the largest fp16
+    keys = {"*.attention.key_length": 64, "*.attention.value_length": 64}
+    return write_model(path, head_dim=64, set_keys=keys, set_tensors=packed)
+
+
 def _add_key(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
     kind = gguf.GGUFValueType
     if isinstance(value, np.generic):

@@ -65,7 +65,7 @@ def _needs(file: GGUFFile) -> dict[str, Any]:
     """Whether it can be loaded, and the memory for that in bytes."""
     from pyruntime.errors import UnsupportedModelError
     from pyruntime.model.config import ModelConfig
-    from pyruntime.model.footprint import device_bytes
+    from pyruntime.model.footprint import plan
     from pyruntime.options import MAX_TOKENS
 
     try:
@@ -73,10 +73,17 @@ def _needs(file: GGUFFile) -> dict[str, Any]:
     except UnsupportedModelError as error:
         return {"supported": False, "reason": str(error), "memory": None}
     tokens = min(MAX_TOKENS, config.context_length)
+    plans = [
+        plan(file, config, max_tokens=tokens, kv_tokens=tokens, weights=weights)
+        for weights in ("fp16", "per-layer")
+    ]
     return {
         "supported": True,
         "reason": None,
-        "memory": {"tokens": tokens, **device_bytes(file, config, tokens, tokens)},
+        "memory": {
+            "tokens": tokens,
+            **{p.weights: {**p.nbytes, "total": p.total} for p in plans},
+        },
     }
 
 
@@ -109,10 +116,11 @@ def _print(record: dict[str, Any], every_tensor: bool) -> None:
         print(f"not supported: {record['reason']}")
         return
     memory = dict(record["memory"])
-    tokens = memory.pop("tokens")
-    print(f"device memory for {tokens} tokens: {sum(memory.values()):,} bytes")
-    for name, nbytes in memory.items():
-        print(f"  {name:<12} {nbytes:>16,}")
+    print(f"device memory for {memory.pop('tokens')} tokens, in bytes, by --weights:")
+    print(f"  {'':<12}" + "".join(f" {weights:>16}" for weights in memory))
+    for name in memory["per-layer"]:  # has every category
+        row = (nbytes.get(name, 0) for nbytes in memory.values())
+        print(f"  {name:<12}" + "".join(f" {nbytes:>16,}" for nbytes in row))
 
 
 def _short(text: str) -> str:

@@ -38,6 +38,11 @@ def add_run(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", default="auto", help="auto (default), cpu, or cuda:N")
     parser.add_argument("--max-tokens", type=int, help="rows of one pass; longer prompts take more")
     parser.add_argument(
+        "--weights", default="auto", metavar="MODE",
+        help="on a GPU: fp16, dequantized when loaded; per-layer, in less memory, dequantized a "
+        "layer ahead in each pass; auto (default), the first of them that fits",
+    )  # fmt: skip
+    parser.add_argument(
         "--attention", default="auto", metavar="VARIANT",
         help="auto (default, the fastest kernel), invariant, or a variant by name: "
         "wgmma, fast, r46_base, r46, r48, r50, r57 (docs/attention.md)",
@@ -141,6 +146,7 @@ def loaded(args: argparse.Namespace) -> Iterator[Engine]:
         engine = Engine.load(
             args.model,
             device=args.device,
+            weights=args.weights,
             attention=args.attention,
             kv_dtype=args.kv_dtype,
             max_tokens=args.max_tokens,

@@ -27,12 +27,10 @@ def gpu_model(engine: Engine) -> GpuModel:
 def describe(engine: Engine, ids: NDArray[Any]) -> dict[str, Any]:
     """`launches` of a prefill of `ids` [nt], [role, kernel, grid] each, and `kernels` by name."""
     model = gpu_model(engine)
-    with model.staged(ids, engine.new_cache(len(ids))) as (staged, _):
-        launches = [[x.role, x.kernel.name, list(x.grid)] for x in staged]
-        used = {x.kernel.name for x in staged}
+    launches = model.recorded(len(ids))
     return {
-        "launches": launches,
-        "kernels": kernel_figures(used, architecture_of(model.device)),
+        "launches": [[x.role, x.kernel.name, list(x.grid)] for x in launches],
+        "kernels": kernel_figures({x.kernel.name for x in launches}, architecture_of(model.device)),
     }
 
 

@@ -15,7 +15,9 @@ from pyruntime.errors import CudaError
 from pyruntime.model.cache import Cache, Layout, layout_bytes
 from pyruntime.model.config import DOWN_SCALE, ModelConfig
 from pyruntime.model.live import LiveBlock
+from pyruntime.model.pipeline import Pass
 from pyruntime.model.rope import rope_table
+from pyruntime.model.streamed import StreamedWeights
 from pyruntime.model.weights import Weights
 from pyruntime.ops.attention import attention
 from pyruntime.ops.attention_choice import choose
@@ -87,7 +89,7 @@ class Decoder:
         self,
         library: Library,
         config: ModelConfig,
-        weights: Weights,
+        weights: Weights | StreamedWeights,
         max_tokens: int,
         variant: str = "auto",
         kv_dtype: str = "f16",
@@ -144,6 +146,7 @@ class Decoder:
     def program(self, rows: int, *, every_row: bool, fresh: bool) -> Program:
         """Everything up to the output norm, for `rows` rows; the result is `normed`.
 
+        Each layer begins a section with its first matrix product, before which no matrix is read.
         Without `every_row` only the one row that the live block wants passes the last layer's
         output projection and feed-forward block. `fresh`: the cache is empty before; the program
         of a continuation is right for that too, but attention is then divided for many keys.
@@ -156,26 +159,31 @@ class Decoder:
         self._programs.move_to_end(key)
         return self._programs[key]
 
-    def head(self, logits: DeviceArray) -> Program:
-        """The output matrix: logits float32 [wanted, vocab] from `normed`."""
-        program, cap = Program(), self.config.logit_cap
-        with program.role("head"):
-            gemm(
-                program,
-                self._library,
-                a=self.activations["normed"],
-                w=self._weights.outer["output"],
-                c=logits,
-                rows=self.live.wanted,
-                max_rows=logits.shape[0],
-                epilogue="f32",
+    def recorded(self, rows: int, logits: DeviceArray, *, every_row: bool, fresh: bool) -> Pass:
+        """`program`, and the output matrix: logits float32 [wanted, vocab]."""
+        program = self.program(rows, every_row=every_row, fresh=fresh)
+        normed, wanted = self.activations["normed"], self.live.wanted
+        head, weights = Program(), self._weights
+        if isinstance(weights, StreamedWeights):
+            self._cap(head, logits)
+            return weights.recorded(
+                program.sections, head, normed=normed, wanted=wanted, logits=logits
             )
+        with head.role("head"):
+            gemm(
+                head, self._library, a=normed, w=weights.outer["output"], c=logits, rows=wanted,
+                max_rows=logits.shape[0], epilogue="f32",
+            )  # fmt: skip
+        self._cap(head, logits)
+        return Pass(program, head)
+
+    def _cap(self, program: Program, logits: DeviceArray) -> None:
+        cap = self.config.logit_cap
         if cap is not None:
             softcap(
                 program, self._library, x=logits, cap=cap, rows=self.live.wanted,
                 max_rows=logits.shape[0],
             )  # fmt: skip
-        return program
 
     def _record(self, rows: int, every_row: bool, fresh: bool) -> Program:
         c, w, live, lib, act = (
@@ -196,6 +204,7 @@ class Decoder:
         self._norm(p, x, w.layers[0]["attn_norm"], count, rows, 0)
         for layer, weights in enumerate(w.layers):
             site = layer * len(SITES)
+            p.cut()
             self._attention(p, schedules[c.window_of(layer)], layer, rows, site + 1)
             if layer == c.layers - 1 and not every_row:
                 with p.role("gather"):

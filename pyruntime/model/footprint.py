@@ -2,29 +2,78 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from pyruntime.model.cache import cache_layout, layout_bytes
 from pyruntime.model.config import ModelConfig
 from pyruntime.model.decoder import activation_bytes
 from pyruntime.model.live import live_bytes
+from pyruntime.model.streamed import PASS_TOKENS, scratch_bytes
 from pyruntime.model.weights import weight_bytes
 
 if TYPE_CHECKING:
     from pyruntime.gguf import GGUFFile
 
 
-def device_bytes(
-    file: GGUFFile, c: ModelConfig, max_tokens: int, kv_tokens: int, kv_dtype: str = "f16"
-) -> dict[str, int]:
-    """Device bytes by category that `GpuModel` and one cache of `kv_tokens` allocate for good."""
-    needs = {
-        "weights": weight_bytes(c, file.tensors["token_embd.weight"]),
-        **cache_bytes(c, kv_tokens, kv_dtype),
-        "activations": activation_bytes(c, max_tokens),
-    }
-    needs["tables"] += live_bytes(max_tokens)
-    return needs
+@dataclass(frozen=True)
+class Plan:
+    """Device memory that a loaded model with one cache takes, in our own allocations.
+
+    Attributes:
+        weights: "fp16" or "per-layer": what was asked for, or what "auto" chooses.
+        max_tokens: rows of one pass.
+        nbytes: bytes by category.
+        memory: bytes that it may take; None: there was nothing to go by.
+    """
+
+    weights: str
+    max_tokens: int
+    nbytes: Mapping[str, int]
+    memory: int | None
+
+    @property
+    def total(self) -> int:
+        """Bytes of all categories."""
+        return sum(self.nbytes.values())
+
+    @property
+    def fits(self) -> bool:
+        """Whether `memory` is known not to be too little."""
+        return self.memory is None or self.total <= self.memory
+
+
+def plan(
+    file: GGUFFile,
+    c: ModelConfig,
+    *,
+    max_tokens: int,
+    kv_tokens: int,
+    kv_dtype: str = "f16",
+    weights: str = "auto",
+    memory: int | None = None,
+) -> Plan:
+    """What `GpuModel` and one cache of `kv_tokens` allocate for good, and the logits of one row.
+
+    "auto" is "fp16" if that fits `memory`, or if "per-layer" would not take less: it adds slots,
+    and keeps even float32 weights as they are.
+    """
+
+    def planned(mode: str) -> Plan:
+        rows = max_tokens if mode == "fp16" else min(max_tokens, PASS_TOKENS)
+        needs = {"weights": weight_bytes(file, c, mode)}
+        if mode == "per-layer":
+            needs["scratch"] = scratch_bytes(c, rows)
+        needs |= cache_bytes(c, kv_tokens, kv_dtype)
+        needs |= {"activations": activation_bytes(c, rows), "logits": 4 * c.vocab}
+        needs["tables"] += live_bytes(rows)
+        return Plan(mode, rows, needs, memory)
+
+    if weights != "auto":
+        return planned(weights)
+    wide, packed = planned("fp16"), planned("per-layer")
+    return wide if wide.fits or wide.total <= packed.total else packed
 
 
 def cache_bytes(c: ModelConfig, tokens: int, kv_dtype: str = "f16") -> dict[str, int]:

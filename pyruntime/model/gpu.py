@@ -6,7 +6,7 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from typing import TYPE_CHECKING, Literal, Protocol, TypeVar
 
@@ -26,11 +26,13 @@ from pyruntime.errors import (
     OutOfMemoryError,
     UnsupportedModelError,
 )
+from pyruntime.model import pipeline
 from pyruntime.model.cache import Cache
 from pyruntime.model.config import ModelConfig
 from pyruntime.model.decoder import Decoder, site_name
-from pyruntime.model.footprint import cache_bytes, device_bytes
+from pyruntime.model.footprint import cache_bytes, plan
 from pyruntime.model.live import NO_OVERFLOW
+from pyruntime.model.streamed import StreamedWeights
 from pyruntime.model.tokens import check_tokens
 from pyruntime.model.weights import Weights
 from pyruntime.ops.attention_choice import choose
@@ -48,13 +50,19 @@ T = TypeVar("T", bound=_Closable)
 
 
 class GpuModel:
-    """The weights of `file` on device `ordinal`, as fp16.
+    """The weights of `file` on device `ordinal`, and what runs them.
+
+    Attributes:
+        weights: the arrays; `weights_mode`: "fp16" (dequantized at load) or "per-layer" (packed,
+            dequantized a layer ahead, see `model.streamed`).
+        max_tokens: rows of one forward pass at most.
 
     Args:
-        max_tokens: rows of one forward pass.
+        max_tokens: rows of one forward pass; "per-layer" takes no more than `PASS_TOKENS`.
         kv_tokens: positions that the rotary tables cover at first, and the size of the cache that
             is counted when memory is checked before anything is allocated.
-        memory_budget: the most bytes that `device_bytes` may come to; all that is free by default.
+        memory_budget: the most bytes that `plan` may come to; all that is free by default.
+        weights: "fp16", "per-layer", or "auto": the first of them that fits.
         stream: a foreign stream's handle (an address), or None for one of its own.
         attention: the attention kernel, see `ops.attention_choice.choose`.
         overlap: whether launches of a pass may overlap, see `Program.run`.
@@ -77,6 +85,7 @@ class GpuModel:
         max_tokens: int,
         kv_tokens: int,
         memory_budget: int | None = None,
+        weights: str = "auto",
         stream: int | None = None,
         attention: str = "auto",
         overlap: bool = True,
@@ -85,7 +94,6 @@ class GpuModel:
     ) -> None:
         self.config = config
         self.kv_dtype = kv_dtype
-        self.max_tokens = max_tokens
         self.overlap = overlap
         self.gpu_seconds = 0.0  # of the last forward pass
         self.host_span = (0.0, 0.0)  # and its first enqueue and end of waiting (perf_counter)
@@ -96,7 +104,10 @@ class GpuModel:
         weakref.finalize(self, _abandon, self._resources).atexit = False
         self._open = True
         try:
-            self._load(file, ordinal, kv_tokens, memory_budget, stream, attention, progress)
+            self._load(
+                file, ordinal, max_tokens, kv_tokens, memory_budget, weights, stream, attention,
+                progress,
+            )  # fmt: skip
         except BaseException:
             with suppress(CudaError):  # the first failure is the one to report
                 self.close()
@@ -106,8 +117,10 @@ class GpuModel:
         self,
         file: GGUFFile,
         ordinal: int,
+        max_tokens: int,
         kv_tokens: int,
         memory_budget: int | None,
+        mode: str,
         stream: int | None,
         attention: str,
         progress: Callable[[int], object],
@@ -116,15 +129,28 @@ class GpuModel:
         self.device = self._owned(Device(ordinal))
         self.library = library = self._owned(Library(self.device))
         _check_sizes(file, config, library, attention)
-        needs = device_bytes(file, config, self.max_tokens, kv_tokens, self.kv_dtype)
-        self._check_memory(needs, memory_budget)
-        self._stream = self._owned(Stream(self.device, stream))
+        planned = plan(
+            file, config, max_tokens=max_tokens, kv_tokens=kv_tokens, kv_dtype=self.kv_dtype,
+            weights=mode, memory=self._allowed(memory_budget),
+        )  # fmt: skip
+        self._check_memory(planned.nbytes, memory_budget)
+        self.weights_mode, self.max_tokens = planned.weights, planned.max_tokens
+        packed = self.weights_mode == "per-layer"
+        urgent = packed and not pipeline.URGENT_FILLS
+        self._stream = self._owned(Stream(self.device, stream, urgent=urgent))
+        self._streams = [self._stream]
         alike = alike_heads(
             library, heads=config.heads, kv_heads=config.kv_heads, head_dim=config.head_dim,
             interleaved=config.rope.style == "interleaved", bias=config.qkv_bias,
             norm=config.qk_norm, kv_dtype=self.kv_dtype,
         )  # fmt: skip
-        self.weights = weights = self._owned(Weights(file, config, library, progress, alike))
+        weights: Weights | StreamedWeights
+        if packed:
+            weights = StreamedWeights(file, config, library, self.max_tokens, progress, alike)
+            self._streams.append(weights.pipeline.stream)
+        else:
+            weights = Weights(file, config, library, progress, alike)
+        self.weights = self._owned(weights)
         self._decoder = self._owned(
             Decoder(library, config, weights, self.max_tokens, attention, self.kv_dtype)
         )
@@ -159,11 +185,14 @@ class GpuModel:
         if error.code in api.STICKY:
             self._lost = self._lost or str(error)
 
-    def _check_memory(self, needs: dict[str, int], budget: int | None) -> None:
+    def _allowed(self, budget: int | None) -> int:
+        free, _ = self.device.memory()
+        return free if budget is None else min(free, budget)
+
+    def _check_memory(self, needs: Mapping[str, int], budget: int | None) -> None:
         free, total = self.device.memory()
-        allowed = free if budget is None else min(free, budget)
         needed = sum(needs.values())
-        if needed > allowed:
+        if needed > self._allowed(budget):
             parts = ", ".join(f"{name} {nbytes:,}" for name, nbytes in needs.items())
             limit = "" if budget is None else f", the budget is {budget:,}"
             raise OutOfMemoryError(
@@ -233,24 +262,37 @@ class GpuModel:
             cache.length = start + rows
             return out
 
+    def recorded(self, rows: int) -> list[Launch]:
+        """The launches of a prefill of `rows` tokens that wants the last one's logits."""
+        with self._entry():
+            out = DeviceArray(self.device, (1, self.config.vocab), np.float32, what="logits")
+            return self._decoder.recorded(rows, out, every_row=rows == 1, fresh=True).launches
+
     @contextmanager
     def staged(self, ids: ArrayLike, cache: Cache) -> Iterator[tuple[list[Launch], Stream]]:
         """For measuring: the launches of `forward(ids, cache)`, and the stream to run them on.
 
         Their live values are in place until the block ends, and other calls wait. They write to
         `cache` from its length on, which stays; run again they compute the same again.
+
+        Raises:
+            EngineError: weights are "per-layer": one stream is not how those launches run.
         """
+        if self.weights_mode != "fp16":
+            raise EngineError(
+                f"launches are timed with weights='fp16'; those of {self.weights_mode!r} run on "
+                "two streams"
+            )
         tokens = check_tokens(ids, self.config.vocab)
         self._check_room(len(tokens), cache)
         with self._entry(), self.device.current():
             out = DeviceArray(self.device, (1, self.config.vocab), np.float32, what="logits")
-            program = self._decoder.program(
-                len(tokens), every_row=len(tokens) == 1, fresh=not cache.length
+            work = self._decoder.recorded(
+                len(tokens), out, every_row=len(tokens) == 1, fresh=not cache.length
             )
-            head = self._decoder.head(out)
             self._upload(tokens, cache, np.array([len(tokens) - 1], np.int32))
             try:
-                yield [*program.launches, *head.launches], self._stream
+                yield work.launches, self._stream
             finally:
                 self._settle()
 
@@ -274,13 +316,12 @@ class GpuModel:
         self, tokens: NDArray[np.int32], cache: Cache, wanted: NDArray[np.int32], out: DeviceArray
     ) -> None:
         decoder, stream, rows = self._decoder, self._stream, len(tokens)
-        program = decoder.program(rows, every_row=len(wanted) == rows, fresh=not cache.length)
-        head = decoder.head(out)
+        work = decoder.recorded(rows, out, every_row=len(wanted) == rows, fresh=not cache.length)
         with self.device.current():
             enqueued = time.perf_counter()
             self._started.record(stream)
             self._upload(tokens, cache, wanted)
-            program.run(stream, head, overlap=self.overlap)
+            work.run(stream, overlap=self.overlap)
             decoder.live.download_overflow(stream)
             self._ended.record(stream)
             stream.synchronize()
@@ -301,7 +342,8 @@ class GpuModel:
     def _settle(self) -> None:
         """Waits for what a failed pass did start: it reads the live block."""
         try:
-            self._stream.synchronize()
+            for stream in self._streams:
+                stream.synchronize()
         except CudaError as error:
             self._note(error)
 

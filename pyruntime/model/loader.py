@@ -167,8 +167,12 @@ def load_matrices(
             raise
         resources.close()
     if site != NO_OVERFLOW:
-        name = next(c.part.tensor.name for c in chunks if c.site == site)
-        raise NumericalError(f"{file.path}: tensor '{name}' holds a weight beyond fp16's ±65504")
+        raise beyond_fp16(file, next(c.part.tensor.name for c in chunks if c.site == site))
+
+
+def beyond_fp16(file: GGUFFile, tensor: str) -> NumericalError:
+    """The error for a weight of the tensor of that name that dequantization found out of range."""
+    return NumericalError(f"{file.path}: tensor '{tensor}' holds a weight beyond fp16's ±65504")
 
 
 def _chunks(parts: Iterable[MatrixPart]) -> Iterator[_Chunk]:

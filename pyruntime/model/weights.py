@@ -2,13 +2,14 @@
 
 Rows of q/k/v lie as in the file, one tensor after the other, or paired (`pyruntime.ops.qkv`).
 
-The embedding stays packed: its rows are looked up and unpacked exactly.
+The embedding stays packed: its rows are looked up and unpacked exactly. With weights "per-layer" so
+does every matrix (model/streamed.py).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -108,10 +109,35 @@ def outer_placements(c: ModelConfig, embedding: TensorInfo) -> dict[str, Placeme
     }
 
 
-def weight_bytes(c: ModelConfig, embedding: TensorInfo) -> int:
+def packed_placements(file: GGUFFile, group: Mapping[str, Placement]) -> dict[str, Placement]:
+    """`group` with each fp16 matrix as what it is made of: tensors as the file has them, by name.
+
+    A tied output matrix is the embedding, which is there already.
+    """
+    packed = {n: p for n, p in group.items() if p.packed or len(p.shape) == 1}
+    held = {p.sources[0].tensor for p in packed.values() if p.packed}
+    for placement in group.values():
+        for source in placement.sources if placement.dtype == "float16" else ():
+            tensor = file.tensors[source.tensor]
+            if tensor.name not in held:
+                rows = tensor.shape[0]
+                packed[tensor.name] = Placement(
+                    (rows, tensor.nbytes // rows), (Source(tensor.name),), packed=True
+                )
+    return packed
+
+
+def placements(file: GGUFFile, c: ModelConfig, mode: str = "fp16") -> list[dict[str, Placement]]:
+    """The arrays outside the layers, then those of each layer. `mode`: "fp16" or "per-layer"."""
+    embedding = file.tensors["token_embd.weight"]
+    groups = [outer_placements(c, embedding)]
+    groups += (layer_placements(c, layer) for layer in range(c.layers))
+    return groups if mode == "fp16" else [packed_placements(file, group) for group in groups]
+
+
+def weight_bytes(file: GGUFFile, c: ModelConfig, mode: str = "fp16") -> int:
     """Device bytes of all weights."""
-    outer = sum(p.nbytes for p in outer_placements(c, embedding).values())
-    return outer + c.layers * sum(p.nbytes for p in layer_placements(c, 0).values())
+    return sum(p.nbytes for group in placements(file, c, mode) for p in group.values())
 
 
 class Weights:
@@ -120,6 +146,7 @@ class Weights:
     Args:
         progress: called with the number of file bytes of each piece that has arrived.
         alike: how the rows of q/k/v shall lie, see `pyruntime.ops.qkv`; 0: as in the file.
+        mode: see `placements`.
 
     Raises:
         OutOfMemoryError: device memory does not suffice.
@@ -134,20 +161,18 @@ class Weights:
         library: Library,
         progress: Callable[[int], object],
         alike: int = 0,
+        mode: str = "fp16",
     ) -> None:
         self.alike = alike
         embedding = file.tensors["token_embd.weight"]
         assert embedding.type is not None  # unknown types were refused with the config
         self.embedding_type = embedding.type.name
-        placements = [
-            outer_placements(config, embedding),
-            *(layer_placements(config, i) for i in range(config.layers)),
-        ]
-        groups: list[dict[str, DeviceArray]] = [{} for _ in placements]
+        placed = placements(file, config, mode)
+        groups: list[dict[str, DeviceArray]] = [{} for _ in placed]
         self.outer, self.layers = groups[0], groups[1:]
         try:
-            load_matrices(file, _parts(file, library.device, placements, groups), library, progress)
-            if alike:
+            load_matrices(file, _parts(file, library.device, placed, groups), library, progress)
+            if alike and mode == "fp16":
                 self._pair(config, library)
         except BaseException:
             with suppress(CudaError):  # the first failure is the one to report
@@ -203,11 +228,11 @@ class Weights:
 def _parts(
     file: GGUFFile,
     device: Device,
-    placements: list[dict[str, Placement]],
+    placed: list[dict[str, Placement]],
     groups: list[dict[str, DeviceArray]],
 ) -> Iterator[MatrixPart]:
     """Allocates the arrays of one group after the other, fills its vectors, yields its matrices."""
-    for arrays, group in zip(groups, placements, strict=True):
+    for arrays, group in zip(groups, placed, strict=True):
         for name, placement in group.items():
             what = f"weight {placement.sources[0].tensor}"
             arrays[name] = DeviceArray(device, placement.shape, placement.dtype, what=what)

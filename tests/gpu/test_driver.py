@@ -71,18 +71,22 @@ def test_a_cache_of_another_engine_is_refused() -> None:
         engine.prefill([1], cache=other.new_cache(4))
 
 
+@pytest.mark.parametrize("weights", ["fp16", "per-layer"])
 @pytest.mark.parametrize("kv_dtype", ["f16", "e4m3"])
-def test_plan_is_what_load_allocates(kv_dtype: str) -> None:
+def test_plan_is_what_load_allocates(kv_dtype: str, weights: str) -> None:
     device = Device(0)
     load().close()
     free = device.memory()[0]
-    with load(kv_tokens=8192, kv_dtype=kv_dtype) as engine:
+    options: dict[str, Any] = {"kv_tokens": 8192, "kv_dtype": kv_dtype, "weights": weights}
+    with load(**options) as engine:
         cache = engine.new_cache(8192)
         used = free - device.memory()[0]
-        planned = Engine.plan(PATH, max_tokens=256, kv_tokens=8192, kv_dtype=kv_dtype).values()
+        planned = Engine.plan(PATH, max_tokens=256, **options)
+        held = engine.model.device.allocated
         cache.close()
+    assert held == planned.total - planned.nbytes["logits"]
     # The driver hands out memory in pieces of 2 MiB; small arrays share them.
-    assert abs(used - sum(planned)) <= 8 << 20
+    assert abs(used - held) <= 8 << 20
     device.close()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from inspect import signature
 from typing import Any
 
@@ -73,6 +74,7 @@ def test_too_long_a_prompt_changes_nothing(engine: Engine) -> None:
     "option",
     [
         {"weights": "int8"},
+        {"weights": "per-layer"},
         {"attention": "r46"},
         {"kv_dtype": "e5m2"},
         {"exact": "invariant"},
@@ -124,7 +126,7 @@ def test_a_closed_engine_says_so() -> None:
 
 
 def test_plan_counts_every_weight_once() -> None:
-    plan = Engine.plan(PATH, max_tokens=16, kv_tokens=16)
+    plan = Engine.plan(PATH, max_tokens=16, kv_tokens=16, weights="fp16").nbytes
     c = Engine.load(PATH, device="cpu").config
     q, kv = c.heads * c.head_dim, c.kv_heads * c.head_dim
     matrices = c.hidden * (2 * q + 2 * kv + 3 * c.ffn)
@@ -137,7 +139,9 @@ def test_plan_counts_every_weight_once() -> None:
 
 
 def test_an_e4m3_cache_takes_half_and_its_scales_and_a_layer_of_fp16() -> None:
-    wide, narrow = (Engine.plan(PATH, max_tokens=16, kv_tokens=32, kv_dtype=d) for d in KV_DTYPES)
+    wide, narrow = (
+        dict(Engine.plan(PATH, max_tokens=16, kv_tokens=32, kv_dtype=d).nbytes) for d in KV_DTYPES
+    )
     c = Engine.load(PATH, device="cpu").config
     rows = c.layers * c.kv_heads * 32
     assert wide["kv_cache"] == 2 * 2 * rows * c.head_dim + MAPS
@@ -166,9 +170,10 @@ def test_an_e4m3_cache_on_the_cpu() -> None:
 def test_plan_counts_a_table_for_each_form_of_rope() -> None:
     """Gemma 3 has two, and a buffer for what a block adds before it is normalised."""
     path = GOLDEN / "tiny-gemma3-q8_0.gguf"
-    plan, longer = (Engine.plan(path, max_tokens=16, kv_tokens=n) for n in (100, 101))
+    plan, longer = (Engine.plan(path, max_tokens=16, kv_tokens=n).nbytes for n in (100, 101))
     assert longer["tables"] - plan["tables"] == 2 * 2 * 4 * 128  # 256 / 2 cosines and sines each
-    wider = Engine.plan(path, max_tokens=17, kv_tokens=100)["activations"] - plan["activations"]
+    more = Engine.plan(path, max_tokens=17, kv_tokens=100).nbytes
+    wider = more["activations"] - plan["activations"]
     c = Engine.load(path, device="cpu").config
     q, kv = c.heads * c.head_dim, c.kv_heads * c.head_dim
     assert wider == 4 * (2 * c.hidden + q + 2 * kv) + 2 * (c.hidden + 2 * q + c.ffn)
@@ -176,11 +181,55 @@ def test_plan_counts_a_table_for_each_form_of_rope() -> None:
 
 def test_plan_takes_the_options_of_load() -> None:
     load, plan = (set(signature(f).parameters) for f in (Engine.load, Engine.plan))
-    assert load - plan == {"progress"} and plan <= load
-    options = {"device": "cuda:0", "weights": "fp16", "graphs": "off", "memory_budget": 1}
-    assert Engine.plan(PATH, **options) == Engine.plan(PATH)
+    assert load - plan == {"progress"} and plan - load == {"memory"}
+    options = {"device": "cuda:0", "weights": "fp16", "graphs": "off", "stream": 3}
+    assert Engine.plan(PATH, **options) == Engine.plan(PATH, weights="fp16")
     with pytest.raises(ValueError, match="weights"):
         Engine.plan(PATH, weights="int8")
+
+
+def test_auto_is_fp16_where_that_fits_and_what_is_packed_otherwise() -> None:
+    sizes = {"max_tokens": 16, "kv_tokens": 16}
+    wide, packed = (Engine.plan(PATH, weights=w, **sizes) for w in ("fp16", "per-layer"))
+    assert wide.fits and packed.fits and packed.total < wide.total  # no memory to go by
+    for memory, expected, fits in (
+        (wide.total, wide, True),
+        (wide.total - 1, packed, True),
+        (packed.total, packed, True),
+        (packed.total - 1, packed, False),
+    ):
+        for given in ({"memory": memory}, {"memory": 1 << 60, "memory_budget": memory}):
+            plan = Engine.plan(PATH, **given, **sizes)
+            assert (plan.weights, plan.nbytes) == (expected.weights, expected.nbytes)
+            assert (plan.memory, plan.fits) == (memory, fits)
+
+
+def test_plan_of_packed_weights() -> None:
+    """The file's tensors, and two slots that hold a layer each (or some rows of a long output)."""
+    plan = Engine.plan(PATH, max_tokens=16, kv_tokens=16, weights="per-layer")
+    with GGUFFile.open(PATH) as file:
+        assert plan.nbytes["weights"] == sum(t.nbytes for t in file.tensors.values())
+    wide = Engine.plan(PATH, max_tokens=16, kv_tokens=16, weights="fp16")
+    same = plan.nbytes.keys() - {"weights", "scratch"}
+    assert same == wide.nbytes.keys() - {"weights"}
+    assert all(plan.nbytes[name] == wide.nbytes[name] for name in same)
+    assert plan.total == sum(plan.nbytes.values())
+
+
+def test_auto_does_not_choose_what_takes_more() -> None:
+    """Of two layers nothing is saved: two slots lie beside them."""
+    options = {"max_tokens": 16, "kv_tokens": 16, "memory": 1}
+    assert Engine.plan(GOLDEN / "tiny-llama-f16.gguf", **options).weights == "fp16"
+    assert Engine.plan(PATH, **options).weights == "per-layer"
+
+
+def test_a_pass_over_packed_weights_is_of_limited_length(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pyruntime.model.footprint.PASS_TOKENS", 20)
+    wide, packed = (
+        Engine.plan(PATH, max_tokens=33, kv_tokens=64, weights=w) for w in ("fp16", "per-layer")
+    )
+    assert (wide.max_tokens, packed.max_tokens) == (33, 20)
+    assert packed.nbytes["activations"] < wide.nbytes["activations"]
 
 
 @pytest.mark.parametrize("options", [{"device": "cpu"}, {"device": "cuda:0"}, None])
@@ -201,7 +250,8 @@ def test_an_unknown_attention_is_refused_with_those_there_are(
 
 @pytest.mark.parametrize("name", ["auto", "invariant", "r46_base", "r46-base"])
 def test_plan_takes_every_attention(name: str) -> None:
-    assert Engine.plan(PATH, attention=name) == Engine.plan(PATH)
+    plan = partial(Engine.plan, PATH, weights="fp16")
+    assert plan(attention=name) == plan()
 
 
 @pytest.mark.parametrize(

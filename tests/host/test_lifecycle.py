@@ -6,6 +6,7 @@ import gc
 import os
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -42,10 +43,12 @@ MAKING_OR_FILLING = (
     ("function", "code"),
     [(name, INVALID_VALUE) for name in MAKING_OR_FILLING] + [("cuMemAlloc", OUT_OF_MEMORY)],
 )
+@pytest.mark.parametrize("weights", ["fp16", "per-layer"])
 def test_a_failed_load_keeps_nothing(
-    driver: FakeDriver, load: Load, function: str, code: int
+    driver: FakeDriver, load: Load, weights: str, function: str, code: int
 ) -> None:
     """Not even as long as its exception is kept, as an interactive session does."""
+    load = partial(load, weights=weights)
     load().close()
     calls = driver.calls[function]
     for succeeding in {*range(0, calls, calls // 10 or 1), calls - 1}:
@@ -93,11 +96,15 @@ def test_a_failure_to_free_does_not_hide_why_a_load_failed(driver: FakeDriver, l
 # Closing
 
 
+@pytest.mark.parametrize("weights", ["fp16", "per-layer"])
 @pytest.mark.parametrize("kv_dtype", KV_DTYPES)
-def test_close_gives_everything_back(driver: FakeDriver, load: Load, kv_dtype: str) -> None:
-    engine = load(kv_dtype=kv_dtype)
+def test_close_gives_everything_back(
+    driver: FakeDriver, load: Load, kv_dtype: str, weights: str
+) -> None:
+    engine = load(kv_dtype=kv_dtype, weights=weights)
     cache = engine.new_cache(100)
     engine.prefill([1] * 64)
+    engine.prefill([1] * 64, logits="all")
     engine.prefill([1, 2], cache=cache)
     cache.close()
     engine.close()
@@ -105,13 +112,48 @@ def test_close_gives_everything_back(driver: FakeDriver, load: Load, kv_dtype: s
     assert driver.held() == {}
 
 
+@pytest.mark.parametrize("weights", ["fp16", "per-layer"])
 @pytest.mark.parametrize("kv_dtype", KV_DTYPES)
-def test_plan_is_what_load_allocates(driver: FakeDriver, load: Load, kv_dtype: str) -> None:
-    engine = load(kv_dtype=kv_dtype)
+@pytest.mark.parametrize("name", ["llama-q8_0", "qwen2-q4_k_m", "qwen3-q6_k", "gemma3-q8_0"])
+def test_plan_is_what_load_and_a_prefill_allocate(
+    driver: FakeDriver, load: Load, name: str, kv_dtype: str, weights: str
+) -> None:
+    options = {"model": GOLDEN / f"tiny-{name}.gguf", "kv_dtype": kv_dtype, "weights": weights}
+    engine = load(**options)
+    loading = engine.model.device.peak  # with staging buffers
     cache = engine.new_cache(64)
-    planned = Engine.plan(MODEL, max_tokens=16, kv_tokens=64, kv_dtype=kv_dtype)
-    assert sum(a.nbytes for a in driver.live["arrays"].values()) == sum(planned.values())
+    result = engine.prefill([1] * 16, cache=cache)
+    planned = Engine.plan(**options, max_tokens=16, kv_tokens=64)
+    held = sum(a.nbytes for a in driver.live["arrays"].values())
+    assert held == engine.model.device.allocated == planned.total
+    assert engine.model.device.peak == max(loading, held)
+    assert engine.weights == planned.weights == weights
     cache.close()
+    del result
+
+
+def test_auto_loads_what_plan_says(driver: FakeDriver, load: Load) -> None:
+    model = GOLDEN / "tiny-qwen3-q4_k_m.gguf"
+    plan = partial(Engine.plan, model, max_tokens=16, kv_tokens=64)
+    wide = plan(weights="fp16").total
+    for budget, expected in ((None, "fp16"), (wide, "fp16"), (wide - 1, "per-layer")):
+        planned = plan(memory_budget=budget)
+        engine = load(model=model, memory_budget=budget)
+        assert engine.weights == planned.weights == expected
+        assert engine.path.endswith(", weights per-layer") == (expected == "per-layer")
+        engine.close()
+    with pytest.raises(OutOfMemoryError, match=r"bytes .*are needed \(weights .*, scratch "):
+        load(model=model, memory_budget=100_000)
+
+
+def test_longer_prompts_than_a_pass_over_packed_weights_are_cut(
+    load: Load, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pyruntime.model.footprint.PASS_TOKENS", 8)
+    engine = load(weights="per-layer")
+    assert engine.max_tokens == engine.model.max_tokens == 8
+    logits = engine.prefill([1] * 20, logits="all").logits
+    assert logits.shape == (20, engine.config.vocab)
 
 
 def test_a_dropped_engine_gives_everything_back(driver: FakeDriver, load: Load) -> None:
@@ -201,9 +243,12 @@ def test_a_context_lost_by_a_failed_pass_is_remembered(driver: FakeDriver, load:
         engine.prefill([1])
 
 
-def test_an_interrupted_pass_is_waited_for(driver: FakeDriver, load: Load) -> None:
+@pytest.mark.parametrize(("weights", "streams"), [("fp16", 1), ("per-layer", 2)])
+def test_an_interrupted_pass_is_waited_for(
+    driver: FakeDriver, load: Load, weights: str, streams: int
+) -> None:
     """Its kernels read the live block, which the next pass writes."""
-    engine = load()
+    engine = load(weights=weights)
     cache = engine.new_cache(64)
     called: list[str] = []
 
@@ -216,7 +261,7 @@ def test_an_interrupted_pass_is_waited_for(driver: FakeDriver, load: Load) -> No
     driver.hook = interrupt
     with pytest.raises(KeyboardInterrupt):
         engine.prefill([1, 2], cache=cache)
-    assert called == ["cuLaunchKernelEx"] * 5 + ["cuStreamSynchronize"]
+    assert called == ["cuLaunchKernelEx"] * 5 + ["cuStreamSynchronize"] * streams
     assert cache.length == 0
 
 

@@ -1,0 +1,188 @@
+"""Weights that are dequantized a step ahead: nothing is read too early or overwritten too soon, and
+what is read is what weights "fp16" hold. On a fake driver; the bits on a GPU: tests/gpu."""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from blocks import block_of, dequantized
+from fake_driver import FakeDriver
+from goldens import GOLDEN
+from models import write_wide_model
+from numpy.typing import NDArray
+from order import Operation, Order, span
+
+from pyruntime import Engine
+from pyruntime.driver.program import Launch
+from pyruntime.driver.stream import Stream
+from pyruntime.errors import EngineError, NumericalError
+from pyruntime.measure.launches import describe
+
+Load = Callable[..., Engine]
+MODELS = ("llama-q8_0", "qwen2-q4_k_m", "qwen3-q6_k", "gemma2-q4_0", "mistral-q8_0")
+
+
+@pytest.fixture
+def order(driver: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> Order:
+    return Order(driver, monkeypatch)
+
+
+def scratch(engine: Engine) -> Any:
+    return span(engine.model.weights._slots[0]._base)
+
+
+def prefills(engine: Engine) -> None:
+    """Passes of all kinds."""
+    cache = engine.new_cache(40)
+    for ids, logits in (([1] * 16, "last"), ([1], "last"), ([1, 2], "all"), ([3] * 16, "all")):
+        engine.prefill(ids, cache=cache, logits=logits)
+    engine.prefill([1] * 40, logits="all")
+    cache.close()
+
+
+@pytest.fixture(params=[*MODELS, "many tokens", "many tokens, tied"])
+def model(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    """Small models; those with many tokens have output matrices of several blocks."""
+    if request.param in MODELS:
+        return GOLDEN / f"tiny-{request.param}.gguf"
+    return write_wide_model(tmp_path / "wide.gguf", tied="tied" in request.param)
+
+
+# The order of things
+
+
+@pytest.mark.parametrize("overlap", ["auto", "off"])
+def test_fills_and_readers_of_a_slot_are_ordered(
+    load: Load, order: Order, model: Path, overlap: str
+) -> None:
+    engine = load(model=model, weights="per-layer", overlap=overlap)
+    before = len(order.operations)
+    prefills(engine)
+    roles = Counter(o.name for o in order.operations[before:])
+    passes, layers = 7, engine.config.layers
+    assert roles["gate_up"] == passes * layers
+    assert roles["dequantize"] == 7 * passes * layers + roles["head"]
+    assert roles["head"] > passes if "wide" in str(model) else roles["head"] == passes
+    assert roles["copy"] >= 5  # those that want all rows
+    assert order.races(scratch(engine), before) == []
+
+
+@pytest.mark.parametrize("part", ["waits", "full waits", "_begun", "_free", "_filled"])
+def test_what_the_order_rests_on_is_missed(
+    load: Load, order: Order, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, part: str
+) -> None:
+    engine = load(model=write_wide_model(tmp_path / "wide.gguf"), weights="per-layer")
+    if part == "waits":
+        monkeypatch.setattr(Stream, "wait", lambda stream, event: None)
+    elif part == "full waits":
+        alone = Launch.attributes.func
+        monkeypatch.setattr(Launch, "attributes", property(lambda x: (alone(x)[1],) * 2))
+    else:
+        events = getattr(engine.model.weights.pipeline, part)
+        for event in events if isinstance(events, list) else [events]:
+            monkeypatch.setattr(event, "record", lambda stream: None)
+    before = len(order.operations)
+    prefills(engine)
+    assert order.races(scratch(engine), before) != []
+
+
+# What is read
+
+
+def memory(array: Any) -> NDArray[Any]:
+    """The bytes of a fake device array, as what it holds."""
+    array = getattr(array, "array", array)
+    raw = (ctypes.c_uint8 * array.nbytes).from_address(array.ptr)
+    return np.frombuffer(raw, array.dtype).reshape(array.shape)
+
+
+class Arithmetic:
+    """Does what dequantizing kernels and products with output matrices do, as they are enqueued.
+
+    `products`: role and kernel of each matrix product, and a hash of the weights it finds, but of
+    those with blocks of output matrices, which are `blocks`.
+    """
+
+    def __init__(self, order: Order) -> None:
+        self.products: list[tuple[str, ...]] = []
+        self.blocks = 0
+        order.also = self._do
+
+    def _do(self, operation: Operation) -> None:
+        given = operation.given
+        if operation.kernel.startswith("dequant_"):
+            rows, columns = given["rows"], given["columns"]
+            name = operation.kernel.removeprefix("dequant_").upper()
+            weights, size = block_of(name)
+            packed = memory(given["source"]).ravel()[: rows * columns // weights * size]
+            to = slice(given["row0"], given["row0"] + rows * given["row_step"], given["row_step"])
+            values = dequantized(name, packed).reshape(rows, columns)
+            memory(given["out"])[to] = np.clip(values, -65504, 65504)
+            if np.abs(values).max() > 65504:
+                word = memory(given["overflow"])
+                word[0] = min(word[0], given["site"])
+        elif operation.name == "head":
+            a, w = (memory(given[name]).astype(np.float64) for name in ("a", "w"))
+            live = int(memory(given["rows"])[0])
+            memory(given["c"])[:live] = given["scale"] * (a[:live] @ w.T)
+            self.products.append(("head", operation.kernel))
+            self.blocks += 1
+        elif operation.kernel.startswith("gemm_"):
+            found = hashlib.sha256(memory(given["w"]).tobytes()).hexdigest()
+            self.products.append((operation.name, operation.kernel, found))
+
+
+def test_layers_and_logits_are_those_of_fp16(load: Load, order: Order, model: Path) -> None:
+    """Every product meets the weights that "fp16" holds, by the same kernel."""
+    arithmetic, seen, found = Arithmetic(order), [], []
+    for weights in ("fp16", "per-layer"):
+        engine = load(model=model, weights=weights)
+        normed = engine.model._decoder.activations["normed"]
+        values = np.random.default_rng(1).standard_normal(normed.shape)
+        normed.upload(values)
+        arithmetic.products, arithmetic.blocks = [], 0
+        ids = np.arange(16)
+        cases = ((16, "last"), (16, "all"), (1, "all"), (7, "all"))
+        found.append([np.asarray(engine.prefill(ids[:n], logits=rows).logits) for n, rows in cases])
+        if weights == "per-layer" and "wide" in str(model):
+            assert arithmetic.blocks >= 4 * 2
+        seen.append(list(dict.fromkeys(arithmetic.products)))
+        engine.close()
+    assert seen[0] == seen[1] and len(seen[0]) >= 4 * engine.config.layers
+    for wide, packed in zip(*found, strict=True):
+        assert wide.any() and wide.shape == packed.shape
+        np.testing.assert_allclose(packed, wide, rtol=1e-6)
+
+
+@pytest.mark.parametrize("weights", ["fp16", "per-layer"])
+@pytest.mark.parametrize("name", ["blk.1.ffn_down.weight", "blk.0.attn_k.weight", "output.weight"])
+def test_a_weight_beyond_fp16_is_named(
+    driver: FakeDriver, load: Load, order: Order, tmp_path: Path, name: str, weights: str
+) -> None:
+    """When the model is loaded, not in the middle of a prompt."""
+    path = write_wide_model(tmp_path / "m.gguf", spoilt=name)
+    Arithmetic(order)
+    with pytest.raises(NumericalError, match=rf"m\.gguf: tensor '{name}' holds a weight beyond"):
+        load(model=path, weights=weights)
+    assert driver.held() == {}
+
+
+def test_launches_of_packed_weights_are_told_and_not_timed(load: Load) -> None:
+    engine = load(weights="per-layer")
+    ids = np.array([1, 2, 3], np.int32)
+    told = Counter(role for role, *_ in describe(engine, ids)["launches"])
+    plain = Counter(role for role, *_ in describe(load(weights="fp16"), ids)["launches"])
+    layers = engine.config.layers
+    assert told - plain == {"dequantize": 7 * layers + 1} and not plain - told
+    with (
+        pytest.raises(EngineError, match="timed with weights='fp16'"),
+        engine.model.staged(ids, engine.new_cache(3)),
+    ):
+        pass

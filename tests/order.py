@@ -1,0 +1,148 @@
+"""What is ordered before what among everything that is enqueued on a fake driver.
+
+That the host waits for streams is not counted on.
+
+Sources: CUDA driver API, Stream Management and Event Management; CUDA programming guide,
+"Programmatic Dependent Launch and Synchronization"; the rules of cuda/core/spec.cuh.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from fake_driver import FakeDriver
+
+from pyruntime.driver.memory import DeviceArray
+from pyruntime.driver.program import Launch
+
+DEPENDENT = "CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION"
+
+
+@dataclass(frozen=True)
+class Span:
+    """Bytes [start, stop) of device memory."""
+
+    start: int
+    stop: int
+
+    def meets(self, other: Span) -> bool:
+        return self.start < other.stop and other.start < self.stop
+
+
+def span(array: Any) -> Span:
+    """Of a device array, or of the array behind a tensor map."""
+    array = getattr(array, "array", array)
+    assert isinstance(array, DeviceArray)
+    return Span(array.ptr, array.ptr + array.nbytes)
+
+
+@dataclass
+class Operation:
+    """A launch, named by its role, or a copy.
+
+    `early` and `late`: what has ended, as bits by number, before it may read what no kernel of its
+    stream writes, and before it does anything else.
+    """
+
+    number: int
+    name: str
+    early: int
+    late: int
+    kernel: str = ""  # of a launch, with its parameters
+    given: dict[str, Any] = field(default_factory=dict)
+    reads: list[Span] = field(default_factory=list)
+    reads_early: list[Span] = field(default_factory=list)
+    writes: list[Span] = field(default_factory=list)
+
+    def precedes(self, late_or_early: int) -> bool:
+        return bool(late_or_early >> self.number & 1)
+
+
+class Order:
+    """Listens to a driver from its construction on."""
+
+    def __init__(self, driver: FakeDriver, monkeypatch: Any) -> None:
+        self.operations: list[Operation] = []
+        self.also: Callable[[Operation], object] = lambda operation: None  # sees each, too
+        self._launches: dict[int, tuple[Launch, dict[str, Any]]] = {}
+        self._done: defaultdict[int, int] = defaultdict(int)  # by stream: ends with its last
+        self._early: defaultdict[int, int] = defaultdict(int)  # of a stream's last launch
+        self._events: dict[int, int] = {}
+        self._lock = threading.Lock()  # threads load weights
+        made = Launch.__init__
+
+        def note(launch: Launch, kernel: Any, grid: Any, params: dict[str, Any], role: str) -> None:
+            made(launch, kernel, grid, params, role)
+            self._launches[launch.arguments] = launch, params
+
+        monkeypatch.setattr(Launch, "__init__", note)
+        driver.hook = self._hear
+
+    def _hear(self, name: str, arguments: tuple[Any, ...]) -> None:
+        with self._lock:
+            self._note(name, arguments)
+
+    def _note(self, name: str, arguments: tuple[Any, ...]) -> None:
+        match name, arguments:
+            case "cuLaunchKernelEx", (config, _, address, _):
+                ids = {attribute.id.name for attribute in config.attrs[: config.numAttrs]}
+                self._launch(int(config.hStream), address, DEPENDENT in ids)
+            case "cuMemcpy2DAsync", (copy, stream):
+                at, to, rows = int(copy.srcDevice), int(copy.dstDevice), copy.Height
+                copied = self._add(stream, "copy", self._done[stream])
+                copied.reads.append(Span(at, at + copy.srcPitch * rows))
+                columns = copy.dstPitch * (rows - 1) + copy.WidthInBytes
+                copied.writes.append(Span(to, to + columns))
+                self.also(copied)
+            case "cuEventRecord", (event, stream):
+                self._events[event] = self._done[stream]
+            case "cuStreamWaitEvent", (stream, event, _):
+                self._done[stream] |= self._events.get(event, 0)
+
+    def _launch(self, stream: int, address: int, dependent: bool) -> None:
+        launch, given = self._launches[address]
+        late = self._done[stream]
+        # A dependent one may start when the launch before has: nothing else is counted on.
+        early = self._early[stream] if dependent else late
+        self._early[stream] = early
+        operation = self._add(stream, launch.role, late, early)
+        operation.kernel, operation.given = launch.kernel.name, given
+        match launch.kernel.spec.family:
+            case "dequant":
+                operation.reads.append(span(given["source"]))
+                operation.writes.append(span(given["out"]))
+            case "gemm":
+                operation.reads.append(span(given["a"]))
+                operation.reads_early.append(span(given["w"]))
+                operation.writes.append(span(given["c"]))
+        self.also(operation)
+
+    def _add(self, stream: int, name: str, late: int, early: int | None = None) -> Operation:
+        number = len(self.operations)
+        operation = Operation(number, name, late if early is None else early, late)
+        self._done[stream] |= 1 << number
+        self.operations.append(operation)
+        return operation
+
+    def races(self, within: Span, first: int) -> list[str]:
+        """Reads and writes of the same bytes `within` that nothing orders, from operation `first`
+        on."""
+        found = []
+        for writer in self.operations[first:]:
+            for written in (s for s in writer.writes if s.meets(within)):
+                for reader in self.operations[first:]:
+                    for spans, after in (
+                        (reader.reads, reader.late), (reader.reads_early, reader.early),
+                    ):  # fmt: skip
+                        if reader is writer or not any(s.meets(written) for s in spans):
+                            continue
+                        if not (writer.precedes(after) or reader.precedes(writer.late)):
+                            found.append(
+                                f"{reader.number} {reader.name} reads what "
+                                f"{writer.number} {writer.name} writes"
+                            )
+        return found
