@@ -10,6 +10,7 @@ import gguf
 import numpy as np
 
 VOCAB, HIDDEN, HEADS, KV_HEADS, FFN, LAYERS = 48, 64, 4, 2, 96, 2
+HEAD_DIM_64 = {"*.attention.key_length": 64, "*.attention.value_length": 64}
 
 
 def keys(arch: str) -> dict[str, Any]:
@@ -113,8 +114,21 @@ def write_wide_model(path: Path, *, tied: bool = False, spoilt: str = "") -> Pat
         packed["output.weight"] = None
     if spoilt:
         packed[spoilt][0][-1, :2] = (0xFF, 0x7B)  # the scale of a block: the largest fp16
-    keys = {"*.attention.key_length": 64, "*.attention.value_length": 64}
+    keys = {**HEAD_DIM_64, "*.context_length": 512}
     return write_model(path, head_dim=64, set_keys=keys, set_tensors=packed)
+
+
+def write_outlier_model(path: Path) -> Path:
+    """A small model with head dim 64 and, in its last layer, one SwiGLU channel of some 1e5.
+
+    Its column of ffn_down is small, so that what the channel adds is as large as what others add.
+    """
+    values = tensors("llama", head_dim=64)
+    block, channel = f"blk.{LAYERS - 1}", 37
+    for name in ("gate", "up"):
+        values[f"{block}.ffn_{name}.weight"][channel] *= 400
+    values[f"{block}.ffn_down.weight"][:, channel] /= 2000
+    return write_model(path, head_dim=64, set_keys=HEAD_DIM_64, set_tensors=values)
 
 
 def _add_key(writer: gguf.GGUFWriter, key: str, value: Any) -> None:

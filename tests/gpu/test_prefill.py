@@ -6,16 +6,18 @@ import math
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from goldens import SMOLLM2, TINY, Prompt, kl, log_sum_exp, model_path, prompts
+from models import write_outlier_model
 
 from pyruntime import Engine
 from pyruntime.errors import NumericalError, UnsupportedModelError
 from pyruntime.gguf import GGUFFile
-from pyruntime.model.config import ModelConfig
+from pyruntime.model.config import DOWN_SCALE, ModelConfig
 from pyruntime.ops import qkv
 from pyruntime.reference import e4m3
 from pyruntime.reference.model import ReferenceModel
@@ -383,3 +385,20 @@ def test_an_overflow_names_layer_and_tensor(tmp_path: object) -> None:
         weights.upload(np.full(weights.shape, 1e6))
         with pytest.raises(NumericalError, match="layer 1: the FFN norm"):
             engine.prefill([1, 2, 3])
+
+
+@pytest.mark.smoke
+def test_a_channel_of_1e5_before_ffn_down(tmp_path: Path) -> None:
+    """What SwiGLU gives is beyond fp16 and fits divided by 32: logits as with float32 weights."""
+    path = write_outlier_model(tmp_path / "m.gguf")
+    with GGUFFile.open(path) as file:
+        exact = ReferenceModel(file, ModelConfig.from_gguf(file))
+    ids = np.random.default_rng(0).integers(0, exact.config.vocab, 100)
+    truth = exact.forward(ids, exact.new_cache(len(ids)), logits="all")
+    with Engine.load(path, device="cuda:0", max_tokens=128) as engine:
+        logits = np.asarray(engine.prefill(ids, logits="all").logits)
+        stored = np.asarray(engine.model._decoder.activations["swiglu"])[: len(ids)]
+    largest = np.abs(stored.astype(np.float32)).max() / DOWN_SCALE
+    assert 1e5 < largest < 65504 / DOWN_SCALE
+    # NumPy's fp16 mode is off by 0.015.
+    assert np.abs(logits - truth).max() < 0.03
