@@ -108,7 +108,8 @@ class Program:
 
         What kernels read before they wait for the one before must not be written by any launch of
         the run: weights, counts of rows, the sequence table. (But a kernel that lets no other start
-        before it has written may write what later ones read so: see spec.cuh.)
+        before it has written may write what later ones read so: see spec.cuh.) If another stream
+        writes it, the run begins behind a wait for that: its first launch, and so all, come after.
 
         Args:
             then: programs whose launches follow, as if they were this one's.

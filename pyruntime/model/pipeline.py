@@ -12,18 +12,19 @@ cuda/core/spec.cuh), because no kernel of that stream writes them. Here another 
 rule is kept by where steps begin:
 
 - A step is a run of its own. Its first launch waits for everything before it in its stream, the
-  wait for the fill included, and starts nothing early. Each later one starts after the one before
+  wait for the fill included, and reads nothing sooner. Each later one starts after the one before
   it has started, and so, all the way back, after that wait: whatever it reads early is there.
+- GEMMs read weights through L2 alone (cp.async.cg, TMA): no L1 cache holds an older layer's.
 - A slot is given up by an event recorded behind its last reader. An event is reached when all
   before it in its stream has ended, not when it has let the next kernel start.
 - The last launch of a fill has ended only if those before it have (spec.cuh again), so the event
   behind it stands for the whole fill. Kernels that fill wait before they write: they may overlap.
 
-Which stream is urgent: a GEMM holds every multiprocessor to its end, and none of its blocks leaves
-room for another beside it. A fill gets what a kernel leaves at its end, where the next kernel of
-the pass, which is early, waits for the very same. If the fill goes first, it runs at once with the
-whole memory bandwidth under the tail of a kernel. If it does not, it is put off until the pass has
-to wait for it.
+Which stream should be urgent is for measurements to say (bench/prefill.py --urgent). A wgmma GEMM
+holds every multiprocessor to its end, with so many registers that no other block fits beside one of
+its own. So a fill gets what a kernel leaves at its end, where the next kernel of the pass, which
+starts early, waits for the very same. An urgent fill takes it, and runs at once under the tail of
+that kernel; one that is not is put off until the pass has to wait for it.
 """
 
 from __future__ import annotations
