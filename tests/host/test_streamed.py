@@ -104,7 +104,8 @@ def memory(array: Any) -> NDArray[Any]:
 
 
 class Arithmetic:
-    """Does what dequantizing kernels and products with output matrices do, as they are enqueued.
+    """Does what dequantizing kernels, gathers of rows and products with output matrices do, as they
+    are enqueued.
 
     `products`: role and kernel of each matrix product, and a hash of the weights it finds, but of
     those with blocks of output matrices, which are `blocks`.
@@ -128,6 +129,9 @@ class Arithmetic:
             if np.abs(values).max() > 65504:
                 word = memory(given["overflow"])
                 word[0] = min(word[0], given["site"])
+        elif "a_out" in given:  # rows of q/k/v, paired when loaded
+            count = int(memory(given["wanted"])[0])
+            memory(given["a_out"])[:count] = memory(given["a"])[memory(given["index"])[:count]]
         elif operation.name == "head":
             a, w = (memory(given[name]).astype(np.float64) for name in ("a", "w"))
             live = int(memory(given["rows"])[0])
