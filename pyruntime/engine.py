@@ -235,8 +235,8 @@ class Engine:
         Nothing is allocated, and a device is asked for its free memory only if weights are "auto"
         and `memory` does not give it. `stream` changes nothing, nor does an `attention` that there
         is: the workspace is the same for all. Counted are our own arrays, not what the driver keeps
-        for itself, nor staging buffers while weights are loaded: up to 96 MiB (more for rows of
-        over 4 MiB).
+        for itself, nor staging buffers while weights are loaded: up to 128 MiB (more for rows of
+        over 8 MiB).
 
         Args:
             memory: free device memory in bytes.

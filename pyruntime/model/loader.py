@@ -30,8 +30,9 @@ from pyruntime.ops.dequant import dequantize
 if TYPE_CHECKING:
     from pyruntime.gguf import GGUFFile, TensorInfo
 
-SLOT_BYTES = 4 << 20
-READERS = min(max(len(os.sched_getaffinity(0)), 4), 16)  # on few cores to wait for a disk
+SLOT_BYTES = 8 << 20
+# The fastest of what bench/results/load.json has.
+READERS = min(max(len(os.sched_getaffinity(0)), 4), 8)  # on few cores to wait for a disk
 SLOTS = READERS + 8  # to be copied from while others are read into
 
 
