@@ -46,7 +46,8 @@ struct Gemm {
   static constexpr int kRowBytes = BK * sizeof(__half);
   // Consecutive columns that a lane holds (see `column`): 16 bytes of output if the warp has them.
   static constexpr bool kGated = is_gated<E>;
-  static constexpr int kRun = !kGated ? 4 : kWarpColumns < 64 ? kWarpColumns / 4 : 16;
+  static constexpr int kMost = kGated ? 16 : is_half<E> ? 8 : 4;
+  static constexpr int kRun = kWarpColumns < 4 * kMost ? kWarpColumns / 4 : kMost;
   static constexpr int kRunOut = kGated ? kRun / 2 : kRun;
   using Out = OutputOf<E>;
 
@@ -262,7 +263,12 @@ struct Gemm {
       out = __float2half_rn(value);
     } else {
       const float scaled = p.scale * c[x / 2][half * 2 + x % 2];
-      out = E == Epilogue::add ? out + scaled : scaled;
+      if constexpr (is_half<E>) {
+        fit &= fits_half(scaled);
+        out = __float2half_rn(scaled);
+      } else {
+        out = E == Epilogue::add ? out + scaled : scaled;
+      }
     }
   }
 };

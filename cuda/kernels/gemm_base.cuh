@@ -8,22 +8,27 @@
 #include "../core/ptx.cuh"
 
 //   f32     C[r][j]  = scale * acc[r][j]
+//   f16     the same in fp16
 //   add     C[r][j] += scale * acc[r][j]
 //   swiglu  C[r][i]  = fp16(scale * silu(acc[r][2i]) * acc[r][2i + 1]), W rows gate0, up0, gate1...
 //   geglu   the same with gelu in place of silu
 //   qkv     C = acc + bias, of which q and k are rotated; K and V go to the cache (sm_90a alone)
-enum class Epilogue { f32, add, swiglu, geglu, qkv };
+enum class Epilogue { f32, f16, add, swiglu, geglu, qkv };
 
 constexpr const char* name_of(Epilogue e) {
-  constexpr const char* names[] = {"f32", "add", "swiglu", "geglu", "qkv"};
+  constexpr const char* names[] = {"f32", "f16", "add", "swiglu", "geglu", "qkv"};
   return names[int(e)];
 }
 
 template <Epilogue E>
 constexpr bool is_gated = E == Epilogue::swiglu || E == Epilogue::geglu;
 
+// Whose results are fp16, in the order of C's columns.
 template <Epilogue E>
-using OutputOf = std::conditional_t<is_gated<E>, __half, float>;
+constexpr bool is_half = is_gated<E> || E == Epilogue::f16;
+
+template <Epilogue E>
+using OutputOf = std::conditional_t<is_half<E>, __half, float>;
 
 // silu(g) = g / (1 + e^-g). gelu is the one by tanh, g / 2 (1 + tanh(t)) = g / (1 + e^-2t) with
 // t = sqrt(2 / pi) (g + 0.044715 g^3) (arXiv:1606.08415, section 2), as Gemma was trained with.

@@ -13,7 +13,9 @@ from pyruntime.ops.gemm_choice import at_once, choose, units
 
 ALIGNMENT = 16  # bytes; of rows that are read or written 16 bytes at a time
 GATED = ("swiglu", "geglu")
-OUTPUTS = {"f32": "float32", "add": "float32", **dict.fromkeys(GATED, "float16")}
+OUTPUTS = {
+    "f32": "float32", "f16": "float16", "add": "float32", **dict.fromkeys(GATED, "float16"),
+}  # fmt: skip
 
 
 def gemm(
@@ -33,19 +35,20 @@ def gemm(
 ) -> None:
     """Records the product of the live rows of `a` with `w`, and what `epilogue` does with it.
 
-    "f32": c = scale · a wᵀ. "add": c += scale · a wᵀ.
+    "f32", "f16": c = scale · a wᵀ. "add": c += scale · a wᵀ.
     "swiglu": c[:, i] = scale · silu(a wᵀ[:, 2i]) · a wᵀ[:, 2i + 1], gate and up rows alternating.
     "geglu": the same with gelu (approximated by tanh) instead of silu.
 
     Args:
         a: float16 [at least max_rows, k], k a multiple of 8.
         w: float16 [n, k]; nothing in the same run of the program may write it (`Program.run`).
-        c: float32 [at least max_rows, n]; gated: float16 [at least max_rows, n / 2]. Rows past
-            the live ones are neither read nor written. Columns: any number for "f32", otherwise
-            rows of a whole number of 16-byte units.
+        c: float32 [at least max_rows, n], "f16": float16; gated: float16 [at least max_rows,
+            n / 2]. Rows past the live ones are neither read nor written. Columns: any number for
+            "f32", otherwise rows of a whole number of 16-byte units.
         rows: device int32 (or its address): how many rows are live when this runs.
         max_rows: the most that `rows` will hold; sizes the grid.
-        overflow, site: gated ones leave `site` there if it is lower and a result is no finite fp16.
+        overflow, site: where results are float16, `site` is left there if it is lower and a result
+            is not finite.
         kernel: a row of the table, instead of the one that `choose` picks.
 
     Raises:
@@ -53,7 +56,7 @@ def gemm(
         CudaError: the driver refuses a tensor map.
     """
     _check(a, w, c, max_rows, epilogue)
-    if epilogue in GATED and not overflow:
+    if OUTPUTS[epilogue] == "float16" and not overflow:
         raise ValueError(f"gemm: {epilogue} needs an overflow word")
     (n, k), device = w.shape, library.device
     if kernel is None:

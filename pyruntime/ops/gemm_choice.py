@@ -26,8 +26,10 @@ WGMMA_COLUMN = 4.43  # per column of a tile and slot of k
 TMA_BYTES = {1: 50.0, 2: 53.0}  # a cycle from L2, by the blocks that share the slot of W
 SHARED_START = 1500.0  # cluster barriers at both ends of a launch
 EXCHANGE, EXCHANGED_COLUMN = 700.0, 64.0  # per further rank of a split; its columns are divided
-# Between tiles, per column. geglu, not measured, counts as swiglu, and qkv as f32.
-STORED_COLUMN = {"f32": 12.0, "add": 20.0, "swiglu": 10.0, "geglu": 10.0, "qkv": 12.0}
+# Between tiles, per column. Not measured: f16 and geglu count as swiglu, and qkv as f32.
+STORED_COLUMN = {
+    "f32": 12.0, "f16": 10.0, "add": 20.0, "swiglu": 10.0, "geglu": 10.0, "qkv": 12.0,
+}  # fmt: skip
 
 # stream: set by reasoning. Most of a launch's fixed cost passes while W is on its way.
 STREAM_LAUNCH = 2800.0  # a launch besides its copies
@@ -38,7 +40,7 @@ STREAM_BYTES = 50.0  # a cycle, of W and A into one multiprocessor
 LAUNCH = 7000.0  # a launch besides its main loops
 MEMORY_BYTES = 16.4  # a cycle from device memory, for each multiprocessor of the device
 # To and from C, per product's column.
-OUTPUT_BYTES = {"f32": 4, "add": 8, "swiglu": 1, "geglu": 1, "qkv": 2}
+OUTPUT_BYTES = {"f32": 4, "f16": 2, "add": 8, "swiglu": 1, "geglu": 1, "qkv": 2}
 MEMORY_START = 0.6  # the part of a launch's fixed cost during which memory is idle, too
 OVERLAP = 4.0  # work and memory hide each other as the norm of this order: not perfectly
 

@@ -19,7 +19,7 @@ from pyruntime.ops.gemm import GATED, OUTPUTS, gemm
 TOLERANCE = 1e-3
 DEAD = 5  # rows past the live ones, NaN in A, poisoned in C
 ADD_SCALE, GATED_SCALE = 2.0**5, 2.0**-5
-SCALES = {"f32": 1.0, "add": ADD_SCALE, **dict.fromkeys(GATED, GATED_SCALE)}
+SCALES = {"f32": 1.0, "f16": 1.0, "add": ADD_SCALE, **dict.fromkeys(GATED, GATED_SCALE)}
 
 
 def rows_of(gpu: Any, epilogue: str) -> list[Kernel]:
@@ -47,7 +47,7 @@ def reference(
     epilogue: str, a: NDArray[np.float16], w: NDArray[np.float16], before: NDArray[np.float32]
 ) -> NDArray[np.float64]:
     acc = a.astype(np.float64) @ w.astype(np.float64).T
-    if epilogue == "f32":
+    if epilogue in ("f32", "f16"):
         return acc
     if epilogue == "add":
         return before[: len(acc)] + ADD_SCALE * acc
@@ -66,7 +66,7 @@ def check(
     truth = reference(epilogue, a, w, before)
     w_device = gpu.upload(w)
     scale = SCALES[epilogue]
-    width, dtype = (n // 2, np.float16) if epilogue in GATED else (n, np.float32)
+    width, dtype = n // 2 if epilogue in GATED else n, OUTPUTS[epilogue]
     failures = []
     for i, m in enumerate(lengths):
         capacity = m + (DEAD if i % 2 else 0)  # every other case: an allocation without slack
@@ -162,6 +162,19 @@ def test_add(gpu: Any, rng: np.random.Generator, n: int, k: int, lengths: tuple[
 @pytest.mark.parametrize(
     ("n", "k", "lengths"),
     [
+        (264, 64, (1, 7, 17, 63, 64, 65)),
+        (1000, 1536, (1, 127, 128, 129, 130, 320)),
+        (4608, 3584, (1, 128)),
+        (16400, 64, (130, 257)),
+    ],
+)
+def test_f16(gpu: Any, rng: np.random.Generator, n: int, k: int, lengths: tuple[int, ...]) -> None:
+    check(gpu, rng, "f16", n, k, lengths)
+
+
+@pytest.mark.parametrize(
+    ("n", "k", "lengths"),
+    [
         (304, 64, (1, 7, 17, 63, 64, 65)),
         (3072, 576, (1, 127, 128, 129, 130, 320)),
         (9728, 896, (1, 65, 257)),
@@ -197,7 +210,7 @@ def test_fewer_live_rows_than_the_grid_is_for(
     a[live:] = np.nan
     a_device, w_device = gpu.upload(a), gpu.upload(w)
     rows, overflow = (gpu.upload(np.array([x], np.int32)) for x in (live, NO_OVERFLOW))
-    width, dtype = (512, np.float16) if epilogue in GATED else (1024, np.float32)
+    width, dtype = 512 if epilogue in GATED else 1024, OUTPUTS[epilogue]
     scale = SCALES[epilogue]
     truth = reference(epilogue, a[:live], w, np.zeros((live, 1024), np.float32))
     for kernel in rows_of(gpu, epilogue):
@@ -283,3 +296,30 @@ def test_gated_range(
             truth = np.zeros((m, n // 2))
             truth[2, 10] = max(gate, 0) * up * GATED_SCALE
             np.testing.assert_allclose(got[:m], truth, rtol=TOLERANCE, err_msg=kernel.name)
+
+
+@pytest.mark.parametrize(
+    ("value", "site", "expected"),
+    [(65500.0, 7, NO_OVERFLOW), (-65500.0, 7, NO_OVERFLOW), (65520.0, 3, 3), (-1e6, 12, 9),
+     (np.nan, 7, 7)],
+)  # fmt: skip
+def test_f16_range(gpu: Any, value: float, site: int, expected: int) -> None:
+    """`value` is 64 products of one row of A and one of W; A's dead row would overflow."""
+    m, n, k = 12, 64, 64
+    a, w = np.zeros((m + 1, k), np.float16), np.zeros((n, k), np.float16)
+    a[10], a[m:], w[21] = value / k, 6e4, 1
+    before = 9 if expected == 9 else NO_OVERFLOW
+    live = gpu.upload(np.array([m], np.int32))
+    for kernel in rows_of(gpu, "f16"):
+        overflow = gpu.upload(np.array([before], np.int32))
+        c, program = gpu.empty((m + 1, n), np.float16), Program()
+        gemm(
+            program, gpu.library, a=gpu.upload(a), w=gpu.upload(w), c=c, rows=live, max_rows=m + 1,
+            epilogue="f16", overflow=overflow, site=site, kernel=kernel,
+        )  # fmt: skip
+        gpu.run(program)
+        assert gpu.download(overflow)[0] == expected, kernel.name
+        if expected == NO_OVERFLOW:
+            truth = np.zeros((m, n), np.float16)
+            truth[10, 21] = a[10].astype(np.float64).sum()
+            np.testing.assert_array_equal(gpu.download(c)[:m], truth, err_msg=kernel.name)

@@ -61,7 +61,7 @@ struct GemmWgmma : GemmWgmmaStore<E, BN> {
   // Split: the warps that a block finishes, at most, and the blocks that send it their sums.
   static constexpr int kOwned = Split > 1 ? (kWarps + Split - 1) / Split : 1;
   static constexpr int kPeers = Split > 1 ? Split - 1 : 1;
-  static constexpr bool kGated = is_gated<E>;
+  static constexpr bool kDefers = is_half<E>;
 
   static_assert(Share == 1 || (Share == 2 && Split == 1));
   static_assert(BN % 16 == 0 && BN <= 256);
@@ -192,18 +192,18 @@ struct GemmWgmma : GemmWgmmaStore<E, BN> {
   }
 
   // The first steps of a tile, two groups of the tile before written under each.
-  template <int G, class Gated>
+  template <int G, class Halves>
   static __device__ __forceinline__ void multiply_and_store(const Params& p, Smem& s, Ring& ring,
                                                             Accumulators& d, int warpgroup,
-                                                            const Work& work, const Gated& gated,
+                                                            const Work& work, const Halves& out,
                                                             bool pending) {
     if constexpr (G < Store::kGroups) {
       if (G / 2 < work.steps) multiply(s, ring, d, warpgroup, G == 0);
       if (pending) {
-        Store::template store_group<G>(p, gated, work.m);
-        if constexpr (G + 1 < Store::kGroups) Store::template store_group<G + 1>(p, gated, work.m);
+        Store::template store_group<G>(p, out, work.m);
+        if constexpr (G + 1 < Store::kGroups) Store::template store_group<G + 1>(p, out, work.m);
       }
-      multiply_and_store<G + 2>(p, s, ring, d, warpgroup, work, gated, pending);
+      multiply_and_store<G + 2>(p, s, ring, d, warpgroup, work, out, pending);
     }
   }
 
@@ -259,19 +259,19 @@ struct GemmWgmma : GemmWgmmaStore<E, BN> {
       ptx::named_barrier<kWarpgroup>(1 + warpgroup);
       gather(s, d, warp, work.rank);
       if (owner) Store::finish(p, d, work.m, place, ahead);
-    } else if constexpr (kGated) {
-      typename Store::Gated gated;
+    } else if constexpr (kDefers) {
+      typename Store::Halves out;
       bool pending = false;
       for (int unit = work.first; unit < work.units(); unit += work.stride) {
-        multiply_and_store<0>(p, s, ring, d, warpgroup, work, gated, pending);
+        multiply_and_store<0>(p, s, ring, d, warpgroup, work, out, pending);
         for (int step = (Store::kGroups + 1) / 2; step < work.steps; ++step)
           multiply(s, ring, d, warpgroup, false);
         ptx::wgmma_wait<0>();
         release(s, ring.previous());
-        Store::gate(p, d, work.m, rows_of_warp(unit), gated);
+        Store::round(p, d, work.m, rows_of_warp(unit), out);
         pending = true;
       }
-      Store::template store_from<0>(p, gated, work.m);
+      Store::template store_from<0>(p, out, work.m);
     } else {
       for (int unit = work.first; unit < work.units(); unit += work.stride) {
         const TilePlace place = rows_of_warp(unit);

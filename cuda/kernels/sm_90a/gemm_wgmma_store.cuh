@@ -1,11 +1,11 @@
-// What becomes of a tile's sums under the epilogues f32, add, swiglu and geglu (gemm_base.cuh), and
-// the parameters of their kernels. A warp has 16 rows of a tile, a lane the accumulators that
+// What becomes of a tile's sums under all epilogues but qkv (gemm_base.cuh), and the parameters of
+// their kernels. A warp has 16 rows of a tile, a lane the accumulators that
 // core/wgmma.cuh says.
 //
 // f32 and add write from the accumulators after a tile, while the copies for the next one are on
-// their way; what add has to read of C is under way before it is needed. The gated ones halve the
-// columns and round to fp16: their results wait in BN / 8 registers and are written while the
-// tensor cores are at the next tile.
+// their way; what add has to read of C is under way before it is needed. The others round to fp16,
+// the gated ones half as many columns: their results wait in BN / 4 or BN / 8 registers and are
+// written while the tensor cores are at the next tile.
 #pragma once
 
 #include "../../core/spec.cuh"
@@ -15,8 +15,8 @@
   P(spec::TensorMap, a)   /* [at least rows][k], boxes of BM x BK, 128-byte swizzle */ \
   P(spec::TensorMap, w)   /* [n][k], boxes of BN / Share x BK, the same */             \
   P(const int32_t*, rows) /* device count of live rows */                              \
-  P(Out*, c)              /* [rows][n], float; gated: [rows][n / 2], half */           \
-  P(int32_t*, overflow)   /* gated: lowest site out of fp16 range */                   \
+  P(Out*, c)              /* [rows][n], float or half; gated: [rows][n / 2], half */   \
+  P(int32_t*, overflow)   /* half: lowest site out of fp16 range */                    \
   P(int32_t, n)                                                                        \
   P(int32_t, k)                                                                        \
   P(int32_t, site)                                                                     \
@@ -102,40 +102,43 @@ struct GemmWgmmaStore {
     }
   }
 
-  // Gated: a lane's results, one column of each fragment, rows r and r + 8 in one word.
-  struct Gated {
-    uint32_t halves[kFragments];
+  // A lane's results in fp16, two to a word. Gated: one column of each fragment, rows r and r + 8
+  // in one word. f16: two columns, a word for row r and one for r + 8.
+  static constexpr int kWords = is_gated<E> ? 1 : 2;  // of a fragment
+  struct Halves {
+    uint32_t words[kFragments][kWords];
     TilePlace place;
   };
 
-  static __device__ __forceinline__ void gate(const Params& p, const Accumulators& d, int m,
-                                              TilePlace place, Gated& out) {
+  static __device__ __forceinline__ void round(const Params& p, const Accumulators& d, int m,
+                                               TilePlace place, Halves& out) {
     bool fit[2] = {true, true};
+    const auto checked = [&](float value, int half) {
+      fit[half] &= fits_half(value);
+      return value;
+    };
 #pragma unroll
     for (int j = 0; j < kFragments; ++j) {
-      float value[2];
+      const float* const own = &d[j * 4];
+      if constexpr (is_gated<E>) {
+        out.words[j][0] = ptx::pack_halves(checked(gated<E>(own[0], own[1]) * p.scale, 0),
+                                           checked(gated<E>(own[2], own[3]) * p.scale, 1));
+      } else {
 #pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        value[half] = gated<E>(d[j * 4 + half * 2], d[j * 4 + half * 2 + 1]) * p.scale;
-        fit[half] &= fits_half(value[half]);
+        for (int half = 0; half < 2; ++half)
+          out.words[j][half] = ptx::pack_halves(checked(own[half * 2] * p.scale, half),
+                                                checked(own[half * 2 + 1] * p.scale, half));
       }
-      out.halves[j] = ptx::pack_halves(value[0], value[1]);
     }
     out.place = place;
     const int row = place.row + threadIdx.x % 32 / 4;
     if ((!fit[0] && row < m) || (!fit[1] && row + 8 < m)) atomicMin(p.overflow, p.site);
   }
 
-  // Group g of four fragments: the four lanes that share a row transpose it, and each writes the
-  // four columns of one fragment.
-  static constexpr int kGroups = (kFragments + 3) / 4;
-  template <int G>
-  static __device__ __forceinline__ void store_group(const Params& p, const Gated& gated, int m) {
+  // Four words of each of the four lanes that share a row change places: word i of lane j goes to
+  // word j of lane i.
+  static __device__ __forceinline__ void transpose(uint32_t (&x)[4]) {
     const int lane = threadIdx.x % 32;
-    uint32_t x[4];
-#pragma unroll
-    for (int i = 0; i < 4; ++i)
-      x[i] = G * 4 + i < kFragments ? gated.halves[min(G * 4 + i, kFragments - 1)] : 0;
 #pragma unroll
     for (int bit = 1; bit < 4; bit *= 2) {
       const bool upper = lane & bit;
@@ -147,32 +150,53 @@ struct GemmWgmmaStore {
         x[i + bit] = upper ? x[i + bit] : theirs;
       }
     }
-    const int fragment = G * 4 + lane % 4, row = gated.place.row + lane / 4;
-    const int column = gated.place.column / 2 + fragment * 4;
-    if (fragment >= kFragments || column >= p.n / 2) return;
-    Out* const c = p.c + int64_t(row) * (p.n / 2) + column;
+  }
+
+  // Group G of four fragments: each of the four lanes that share a row writes one of them.
+  static constexpr int kGroups = (kFragments + 3) / 4;
+  template <int G>
+  static __device__ __forceinline__ void store_group(const Params& p, const Halves& out, int m) {
+    const int lane = threadIdx.x % 32;
+    uint32_t x[kWords][4];
+#pragma unroll
+    for (int w = 0; w < kWords; ++w) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i)
+        x[w][i] = G * 4 + i < kFragments ? out.words[min(G * 4 + i, kFragments - 1)][w] : 0;
+      transpose(x[w]);
+    }
+    constexpr int kLess = is_gated<E> ? 2 : 1;  // columns of acc to one of C
+    const int fragment = G * 4 + lane % 4, row = out.place.row + lane / 4, width = p.n / kLess;
+    const int column = (out.place.column + fragment * 8) / kLess;
+    if (fragment >= kFragments || column >= width) return;
+    Out* const c = p.c + int64_t(row) * width + column;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const int bytes = half ? 0x7632 : 0x5410;
-      if (row + half * 8 < m)
-        ptx::store_words(c + int64_t(half) * 8 * (p.n / 2), __byte_perm(x[0], x[1], bytes),
-                         __byte_perm(x[2], x[3], bytes));
+      if (row + half * 8 >= m) continue;
+      Out* const there = c + int64_t(half) * 8 * width;
+      if constexpr (is_gated<E>) {
+        const int bytes = half ? 0x7632 : 0x5410;
+        ptx::store_words(there, __byte_perm(x[0][0], x[0][1], bytes),
+                         __byte_perm(x[0][2], x[0][3], bytes));
+      } else {
+        ptx::store_words(there, x[half][0], x[half][1], x[half][2], x[half][3]);
+      }
     }
   }
   template <int G>
-  static __device__ __forceinline__ void store_from(const Params& p, const Gated& gated, int m) {
+  static __device__ __forceinline__ void store_from(const Params& p, const Halves& out, int m) {
     if constexpr (G < kGroups) {
-      store_group<G>(p, gated, m);
-      store_from<G + 1>(p, gated, m);
+      store_group<G>(p, out, m);
+      store_from<G + 1>(p, out, m);
     }
   }
 
   static __device__ __forceinline__ void finish(const Params& p, const Accumulators& d, int m,
                                                 TilePlace place, Ahead& ahead) {
-    if constexpr (is_gated<E>) {
-      Gated gated;
-      gate(p, d, m, place, gated);
-      store_from<0>(p, gated, m);
+    if constexpr (is_half<E>) {
+      Halves out;
+      round(p, d, m, place, out);
+      store_from<0>(p, out, m);
     } else {
       store(p, d, m, place, ahead);
     }
