@@ -1,7 +1,7 @@
 """Our products and prefills against the libraries' in one process, interleaved in random order.
 
 Products: ours against cuBLAS, GPU time of CUDA graphs, weights from more memory than L2 holds.
-Ours also do what follows them (cases.toml says what); "plain" does not.
+"fused" also do what follows them in a model (cases.toml says what).
 Prefills: ours against all of the model's products by cuBLAS and its attention by cuDNN, in one
 graph and nothing between them. Ours are timed for their caller and on the GPU.
 

@@ -42,7 +42,7 @@ def product(gpu: Gpu, watch: Stopwatch, case: Case) -> Figure:
     graphs = {name: Graph(gpu, x, watch) for name, x in contestants.items()}
     burst = partial(watch.reading, ms=WORK_MS)
     sustained = partial(watch.reading, ms=PRODUCT_MS, lead=LEAD_MS)
-    steady = {name: graph for name, graph in graphs.items() if name != "plain"}
+    steady = {name: graph for name, graph in graphs.items() if name != "fused"}
     readings = {
         "burst": interleaved(graphs, burst, rounds=ROUNDS, rest=REST, warm_up=1),
         "sustained": interleaved(steady, sustained, rounds=SUSTAINED_ROUNDS, rest=0, warm_up=0),

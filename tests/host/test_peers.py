@@ -137,8 +137,8 @@ def test_a_run(peers: Any, tmp_path: Path, capsys: Any) -> None:
         "prefill tiny 1", "prefill tiny 100",
     ]  # fmt: skip
     small, large = (found["cases"][f"gemm gate_up {nt}"] for nt in (64, 4096))
-    assert set(small["ms"]["burst"]) == {"ours", "cublas", "plain"}
-    assert set(large["ms"]["burst"]) == {"ours", "cublas", "plain", "mma"}
+    assert set(small["ms"]["burst"]) == {"ours", "cublas", "fused"}
+    assert set(large["ms"]["burst"]) == {"ours", "cublas", "fused", "mma"}
     assert set(large["ms"]["sustained"]) == {"ours", "cublas", "mma"}
     assert {len(raw) for raw in large["ms"]["burst"].values()} == {9}
     assert {len(raw) for raw in large["mhz"]["sustained"].values()} == {3}
