@@ -142,8 +142,9 @@ def test_a_run(peers: Any, tmp_path: Path, capsys: Any) -> None:
     assert set(large["ms"]["sustained"]) == {"ours", "cublas", "mma"}
     assert {len(raw) for raw in large["ms"]["burst"].values()} == {9}
     assert {len(raw) for raw in large["mhz"]["sustained"].values()} == {3}
-    assert large["notes"]["ours"].startswith("gemm_wgmma_swiglu")
-    assert large["notes"]["mma"].startswith("gemm_swiglu") and small["also"] == "SwiGLU"
+    assert large["notes"]["ours"].startswith("gemm_wgmma_f16")
+    assert large["notes"]["fused"].startswith("gemm_wgmma_swiglu") and small["also"] == "SwiGLU"
+    assert large["notes"]["mma"].startswith("gemm_f16")
     prefill = found["cases"]["prefill tiny 100"]
     for unit in ("ms", "gpu_ms", "mhz"):
         assert {len(raw) for raw in prefill[unit]["burst"].values()} == {7}
