@@ -32,7 +32,8 @@ SANITIZERS = ("memcheck", "racecheck", "initcheck", "synccheck")
 BENCHES = ("dequant", "gemm", "attention", "prefill")
 # They time what is short, or watch the device's free memory.
 ALONE = ("test_banks", "test_clock", "test_driver", "test_measure", "test_overlap")
-SIDE_BY_SIDE = 4
+SIDE_BY_SIDE = 6
+BLAS_THREADS = 3  # of each: reference results are computed on the CPU
 SANITIZED = "gpu and smoke"  # the tests that run under the sanitizers
 
 
@@ -50,6 +51,7 @@ def main(argv: list[str] | None = None) -> int:
         return _stale()
     if args.smollm2:
         os.environ["PYRUNTIME_TEST_SMOLLM2"] = str(args.smollm2.resolve())
+    os.environ["OPENBLAS_NUM_THREADS"] = str(BLAS_THREADS)
     record = _identity(args.commit)
     parts = {"tests": _tests, "sanitizers": _sanitizers, "bench": _bench}
     passed = True
