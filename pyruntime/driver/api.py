@@ -55,10 +55,10 @@ def call(name: str, *args: Any, what: str = "") -> Any:
         OutOfMemoryError: CUDA_ERROR_OUT_OF_MEMORY.
         CudaError: any other failure; the text names call, code and `what`.
     """
-    status, *results = getattr(bindings(), name)(*args)
-    if int(status):
-        raise failure(name, status, what)
-    return results[0] if len(results) == 1 else tuple(results) or None
+    answer = getattr(bindings(), name)(*args)
+    if answer[0]:
+        raise failure(name, answer[0], what)
+    return answer[1] if len(answer) == 2 else answer[1:] or None
 
 
 def failure(name: str, status: Any, what: str = "") -> CudaError | OutOfMemoryError:

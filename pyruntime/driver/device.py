@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import cached_property
+from typing import Any
 
 from pyruntime.driver import api
 from pyruntime.errors import DriverNotFoundError, EngineError
@@ -55,6 +54,7 @@ class Device:
         self._context = api.call(
             "cuDevicePrimaryCtxRetain", self.handle, what=f"device cuda:{ordinal}"
         )
+        self._current = _Current(self._context)
 
     def close(self) -> None:
         """Lets go of the primary context. Idempotent."""
@@ -82,14 +82,9 @@ class Device:
             self.allocated += nbytes
             self.peak = max(self.peak, self.allocated)
 
-    @contextmanager
-    def current(self) -> Iterator[None]:
+    def current(self) -> _Current:
         """Makes the primary context current for a `with` block."""
-        api.call("cuCtxPushCurrent", self._context)
-        try:
-            yield
-        finally:
-            api.call("cuCtxPopCurrent")
+        return self._current
 
     def attribute(self, name: str) -> int:
         """A device attribute by its name after CU_DEVICE_ATTRIBUTE_."""
@@ -136,3 +131,35 @@ class Device:
         with self.current():
             free, total = api.call("cuMemGetInfo")
         return int(free), int(total)
+
+
+class _Entered(threading.local):
+    """The contexts of the blocks that this thread is in."""
+
+    def __init__(self) -> None:
+        self.contexts: list[Any] = []
+
+
+_entered = _Entered()
+
+
+class _Current:
+    """Pushes a context, unless the block around it has, and pops it.
+
+    Blocks may nest, and threads share one object. Every call to the driver stands in such a block.
+    """
+
+    def __init__(self, context: Any) -> None:
+        self._context = context
+
+    def __enter__(self) -> None:
+        around = _entered.contexts
+        if not around or around[-1] is not self._context:
+            api.call("cuCtxPushCurrent", self._context)
+        around.append(self._context)
+
+    def __exit__(self, *raised: object) -> None:
+        around = _entered.contexts
+        around.pop()
+        if not around or around[-1] is not self._context:
+            api.call("cuCtxPopCurrent")
