@@ -11,8 +11,10 @@ from __future__ import annotations
 import ctypes
 from collections import Counter, defaultdict
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from functools import partial
 from threading import RLock, get_ident
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -21,17 +23,23 @@ from cuda.bindings import driver
 from pyruntime.cubin.installed import manifest
 
 INVALID_VALUE, OUT_OF_MEMORY = 1, 2
+INVALIDATED, UNJOINED, ISOLATION = 901, 904, 905  # of captures
 MAKERS = {"cuModuleLoadData": "modules", "cuStreamCreateWithPriority": "streams",
           "cuEventCreate": "events",
           "cuMemAlloc": "arrays", "cuMemHostAlloc": "pinned"}  # fmt: skip
 ENDERS = {"cuModuleUnload": "modules", "cuStreamDestroy": "streams", "cuEventDestroy": "events",
-          "cuMemFree": "arrays", "cuMemFreeHost": "pinned"}  # fmt: skip
+          "cuMemFree": "arrays", "cuMemFreeHost": "pinned", "cuGraphDestroy": "graphs",
+          "cuGraphExecDestroy": "execs"}  # fmt: skip
+# Calls that a relaxed capture takes in, and where their stream is among the arguments.
+CAPTURED = {"cuMemcpyHtoDAsync": -1, "cuMemcpyDtoHAsync": -1, "cuMemcpyDtoDAsync": -1,
+            "cuMemcpy2DAsync": -1, "cuMemsetD8Async": -1, "cuLaunchKernelEx": 0,
+            "cuEventRecord": 1, "cuStreamWaitEvent": 0}  # fmt: skip
 ANSWERS = {  # of functions without a state
     "cuDriverGetVersion": 13000, "cuDeviceGetCount": 1, "cuDeviceGetName": b"Made-up GPU\0",
     "cuFuncLoad": None, "cuFuncSetAttribute": None, "cuOccupancyMaxActiveClusters": 60,
     "cuTensorMapEncodeTiled": driver.CUtensorMap(), "cuLaunchKernelEx": None,
     "cuStreamSynchronize": None, "cuStreamWaitEvent": None, "cuEventRecord": None,
-    "cuCtxGetStreamPriorityRange": (0, -5),
+    "cuCtxGetStreamPriorityRange": (0, -5), "cuStreamGetPriority": 0,
     "cuEventSynchronize": None, "cuEventElapsedTime": 1.0,
 }  # fmt: skip
 ATTRIBUTES = {  # of the device and of every kernel
@@ -41,8 +49,41 @@ ATTRIBUTES = {  # of the device and of every kernel
 }  # fmt: skip
 
 
+def stream_of(name: str, arguments: tuple[Any, ...]) -> int:
+    """The stream of a call that a capture may take in."""
+    given = arguments[CAPTURED[name]]
+    return int(given.hStream if name == "cuLaunchKernelEx" else given)
+
+
+def snapshot(config: Any) -> Any:
+    """A launch's configuration as it is now."""
+    attributes = list(config.attrs[: config.numAttrs])
+    return SimpleNamespace(
+        hStream=int(config.hStream), attrs=attributes, numAttrs=len(attributes),
+        gridDimX=config.gridDimX, gridDimY=config.gridDimY, gridDimZ=config.gridDimZ,
+    )  # fmt: skip
+
+
 class StatusError(Exception):
     """Ends a call with the CUresult of this number."""
+
+
+@dataclass
+class Capture:
+    """A capture that goes on, or the graph that it became.
+
+    Attributes:
+        origin: its first stream. streams: all that take part. loose: those of which something has
+            been captured that the origin does not wait for yet. events: those recorded in it.
+        calls: what was captured, in order. broken: whether something made it useless.
+    """
+
+    origin: int
+    streams: set[int] = field(default_factory=set)
+    loose: set[int] = field(default_factory=set)
+    events: dict[int, set[int]] = field(default_factory=dict)
+    calls: list[tuple[str, tuple[Any, ...]]] = field(default_factory=list)
+    broken: bool = False
 
 
 class FakeDriver:
@@ -55,18 +96,25 @@ class FakeDriver:
         lost: the code of a sticky error; while it is set, all but context pushes and pops fail.
         hook: called with name and arguments before each call; what it raises, the caller gets.
         calls: how often each function was called. misuse: what should not have happened.
+        captures: those that go on. graphs: by handle, captured or instantiated.
+        replayed: called with each graph that is launched, and the stream.
     """
 
     total = 1 << 30
 
     def __init__(self) -> None:
-        self.live: dict[str, dict[int, np.ndarray]] = {kind: {} for kind in MAKERS.values()}
+        kinds = (*MAKERS.values(), "graphs", "execs")
+        self.live: dict[str, dict[int, np.ndarray]] = {kind: {} for kind in kinds}
         self.answers: dict[str, Any] = {**ANSWERS, "cuDeviceGet": self}
         self.fail: dict[str, tuple[int, int]] = {}
         self.lost = self._retained = 0
         self.hook: Callable[[str, tuple[Any, ...]], object] = lambda name, arguments: None
         self.calls: Counter[str] = Counter()
         self.misuse: list[str] = []
+        self.captures: list[Capture] = []
+        self._ended: list[Capture] = []
+        self.graphs: dict[int, Capture] = {}
+        self.replayed: Callable[[Capture, int], object] = lambda graph, stream: None
         self._lock = RLock()  # a finalizer may come in the middle
         self._pushed: defaultdict[int, list[str]] = defaultdict(list)  # by thread
         arch = min(manifest()["architectures"], key=lambda a: a != "90a")  # it has clusters
@@ -96,15 +144,75 @@ class FakeDriver:
         self.calls[name] += 1
         self.hook(name, arguments)
         try:
+            if name == "cuStreamEndCapture":  # it ends, whatever comes of it
+                self._ended = [c for c in self.captures if c.origin == arguments[0]]
+                self.captures = [c for c in self.captures if c not in self._ended]
             if not name.startswith("cuCtx"):
                 self._fail_if_due(name)
             if not name.startswith(("cuCtx", "cuDevice", "cuDriver")):
                 self._require(self._pushed[get_ident()], f"{name} without a current context")
+            if (capture := self.capture_of(name, arguments)) is not None:
+                self._take(capture, name, arguments)
+                return (driver.CUresult(0),)
             result = self._result(name, *arguments)
         except StatusError as error:
             return (driver.CUresult(*error.args),)
         results = result if isinstance(result, tuple) else () if result is None else (result,)
         return (driver.CUresult(0), *results)
+
+    def capture_of(self, name: str, arguments: tuple[Any, ...]) -> Capture | None:
+        """The capture that takes a call in: its stream is part of it, or its event lets it in."""
+        if name not in CAPTURED or not self.captures:
+            return None
+        stream = stream_of(name, arguments)
+        for capture in self.captures:
+            enters = name == "cuStreamWaitEvent" and arguments[1] in capture.events
+            if enters or stream in capture.streams:
+                return capture
+        return None
+
+    def _take(self, capture: Capture, name: str, arguments: tuple[Any, ...]) -> None:
+        stream = stream_of(name, arguments)
+        if name == "cuEventRecord":
+            capture.events[arguments[0]] = capture.loose & {stream}
+        elif name == "cuStreamWaitEvent":
+            if arguments[1] not in capture.events:  # that is outside
+                capture.broken = True
+                raise StatusError(ISOLATION)
+            capture.streams.add(stream)
+            if stream == capture.origin:
+                capture.loose -= capture.events[arguments[1]]
+        elif stream != capture.origin:
+            capture.loose.add(stream)
+        if name == "cuLaunchKernelEx":  # a graph keeps a launch as it is now
+            arguments = (snapshot(arguments[0]), *arguments[1:])
+        capture.calls.append((name, arguments))
+
+    def _begin(self, stream: int, mode: Any) -> None:
+        relaxed = mode == driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
+        self._require(relaxed, "a capture that the garbage collector can end")
+        self._require(stream in self.live["streams"], "a capture on a stream of somebody else")
+        self._require(not any(stream in c.streams for c in self.captures), "a capture in a capture")
+        self.captures.append(Capture(stream, {stream}))
+
+    def _end(self) -> int:
+        (capture,) = self._ended
+        if capture.broken or capture.loose:
+            raise StatusError(INVALIDATED if capture.broken else UNJOINED)
+        return self._new_graph("graphs", capture)
+
+    def _new_graph(self, kind: str, graph: Capture) -> int:
+        thing = np.zeros(1, np.uint8)
+        self.live[kind][thing.ctypes.data] = thing
+        self.graphs[thing.ctypes.data] = graph
+        return thing.ctypes.data
+
+    def _replay(self, handle: int, stream: Any) -> None:
+        self._require(handle in self.live["execs"], "launch of no graph")
+        graph = self.graphs[handle]
+        self.replayed(graph, int(stream))
+        for name, arguments in graph.calls:
+            self._result(name, *arguments)
 
     def _fail_if_due(self, name: str) -> None:
         left, code = self.fail.pop(name, (0, 0))
@@ -125,6 +233,19 @@ class FakeDriver:
 
     def _result(self, name: str, *arguments: Any) -> Any:
         match name.removesuffix("Async"), arguments:
+            case "cuStreamSynchronize" | "cuStreamDestroy", (stream,) if any(
+                stream in c.streams for c in self.captures
+            ):
+                self._require(False, f"{name} of a stream that is being captured")
+            case "cuStreamBeginCapture", (stream, mode):
+                self._begin(stream, mode)
+            case "cuStreamEndCapture", _:
+                return self._end()
+            case "cuGraphInstantiate", (graph, _):
+                self._require(graph in self.live["graphs"], "an instance of no graph")
+                return self._new_graph("execs", self.graphs[graph])
+            case "cuGraphLaunch", (handle, stream):
+                self._replay(handle, stream)
             case _ if name in self.answers:
                 return self.answers[name]
             case _, (size, *_) if name in MAKERS:

@@ -12,17 +12,28 @@ class Stream:
     """A non-blocking stream of our own on `device`, or a wrapper around a foreign handle.
 
     Blocks of an `urgent` one are placed before those of others that wait for a multiprocessor, too.
+    One that is `beside` another has that one's priority.
     """
 
-    def __init__(self, device: Device, handle: int | None = None, *, urgent: bool = False) -> None:
+    def __init__(
+        self,
+        device: Device,
+        handle: int | None = None,
+        *,
+        urgent: bool = False,
+        beside: Stream | None = None,
+    ) -> None:
         self.device = device
         self._owned = handle is None
         self.handle: Any = handle
         if handle is None:
             flag = api.constant("CUstream_flags", "CU_STREAM_NON_BLOCKING")
             with device.current():
-                # From the least to the greatest priority, which is the lowest number.
-                priority = api.call("cuCtxGetStreamPriorityRange")[1] if urgent else 0
+                priority = 0
+                if beside is not None:
+                    priority = api.call("cuStreamGetPriority", beside.handle)
+                elif urgent:  # from the least to the greatest priority, which is the lowest number
+                    priority = api.call("cuCtxGetStreamPriorityRange")[1]
                 self.handle = api.call("cuStreamCreateWithPriority", flag, priority)
 
     def synchronize(self) -> None:
