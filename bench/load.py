@@ -48,7 +48,7 @@ STEPS = {  # the whole, its steps one after the other, and what an engine does w
     "weights": (Weights, "__init__"),
     "decoder": (Decoder, "__init__"),
     "rotary tables": (Decoder, "reserve_positions"),
-    "recording": (Decoder, "program"),
+    "recording": (Decoder, "recorded"),
     "tokenizer": (Tokenizer, "from_metadata"),
 }
 PARTS = {  # of these, in any thread

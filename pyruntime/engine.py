@@ -17,6 +17,7 @@ from numpy.typing import ArrayLike, NDArray
 from pyruntime.errors import EngineError
 from pyruntime.gguf import GGUFFile
 from pyruntime.model.config import ModelConfig
+from pyruntime.model.stats import Stats
 from pyruntime.model.tokens import check_tokens
 from pyruntime.options import check_options, choose_device, free_memory, sizes
 
@@ -56,6 +57,7 @@ class Model(Protocol):
     def new_cache(self, tokens: int) -> Any: ...
     def forward(self, ids: ArrayLike, cache: Any, *, logits: Literal["last", "all"]) -> Any: ...
     def launches(self) -> dict[str, int]: ...
+    def stats(self) -> Stats: ...
     def close(self) -> None: ...
 
 
@@ -147,7 +149,10 @@ class Engine:
                 "r48", "r50" or "r57", for head dims 64 and 128.
             kv_dtype: what K/V caches hold: "f16", or "e4m3", 8-bit floats with a scale per head of
                 each position, in about half the memory and of less accuracy (docs/kv-cache.md).
-            graphs, exact: "auto" (or "off") and "fast"; other values are refused until they exist.
+            graphs: "auto" captures a pass into a CUDA graph when its length is met for the second
+                time, and replays it from then on: less work for the host, which short prompts wait
+                for; "off" does not. The same bits. `stats` tells how passes were run.
+            exact: "fast"; other values are refused until they exist.
             overlap: "auto" lets a kernel start under the tail of the one before where the GPU can
                 (sm_90 and newer); "off" does not, for measuring and debugging. The same bits.
             max_tokens: rows of one pass; longer prompts take several. Default 4096, or the model's
@@ -203,6 +208,7 @@ class Engine:
                 stream=stream,
                 attention=attention,
                 overlap=overlap != "off",
+                graphs=graphs != "off",
                 kv_dtype=kv_dtype,
                 progress=progress or (lambda _: None),
             )
@@ -376,6 +382,11 @@ class Engine:
         """
         self._check_open()
         return self._model.launches()
+
+    def stats(self) -> Stats:
+        """How passes were run since `load`: as graphs, or launch by launch. On the CPU all zero."""
+        self._check_open()
+        return self._model.stats()
 
     @cached_property
     def _stop_ids(self) -> frozenset[int]:

@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import threading
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
+from itertools import count
 from typing import Any
 
-from fake_driver import FakeDriver
+from fake_driver import Capture, FakeDriver
 
 from pyruntime.driver.memory import DeviceArray
 from pyruntime.driver.program import Launch
@@ -69,9 +70,11 @@ class Order:
         self.operations: list[Operation] = []
         self.also: Callable[[Operation], object] = lambda operation: None  # sees each, too
         self._launches: dict[int, tuple[Launch, dict[str, Any]]] = {}
-        self._done: defaultdict[int, int] = defaultdict(int)  # by stream: ends with its last
-        self._early: defaultdict[int, int] = defaultdict(int)  # of a stream's last launch
-        self._events: dict[int, int] = {}
+        self._done: defaultdict[Hashable, int] = defaultdict(int)  # by stream: ends with its last
+        self._early: defaultdict[Hashable, int] = defaultdict(int)  # of a stream's last launch
+        self._events: dict[Hashable, int] = {}
+        self._replays = count()
+        self._driver = driver
         self._lock = threading.Lock()  # threads load weights
         made = Launch.__init__
 
@@ -79,31 +82,54 @@ class Order:
             made(launch, kernel, grid, params, role)
             self._launches[launch.arguments] = launch, params
 
+        pointed = Launch.point
+
+        def point(launch: Launch, name: str, array: DeviceArray) -> None:
+            pointed(launch, name, array)
+            self._launches[launch.arguments][1][name] = array
+
         monkeypatch.setattr(Launch, "__init__", note)
+        monkeypatch.setattr(Launch, "point", point)
         driver.hook = self._hear
+        driver.replayed = self._replay
 
     def _hear(self, name: str, arguments: tuple[Any, ...]) -> None:
         with self._lock:
-            self._note(name, arguments)
+            if self._driver.capture_of(name, arguments) is None:
+                self._note(name, arguments, lambda handle: handle)
 
-    def _note(self, name: str, arguments: tuple[Any, ...]) -> None:
+    def _replay(self, graph: Capture, stream: int) -> None:
+        """Streams and events of a graph are its own; it is between what is before and after."""
+        replay = next(self._replays)
+        with self._lock:
+            first = len(self.operations)
+            self._done[replay, graph.origin] = self._done[stream]
+            for name, arguments in graph.calls:
+                self._note(name, arguments, lambda handle: (replay, handle))
+            for number in range(first, len(self.operations)):
+                self._done[stream] |= 1 << number
+
+    def _note(
+        self, name: str, arguments: tuple[Any, ...], known: Callable[[int], Hashable]
+    ) -> None:
+        """`known`: what a stream or event is known as here."""
         match name, arguments:
             case "cuLaunchKernelEx", (config, _, address, _):
                 ids = {attribute.id.name for attribute in config.attrs[: config.numAttrs]}
-                self._launch(int(config.hStream), address, DEPENDENT in ids)
+                self._launch(known(int(config.hStream)), address, DEPENDENT in ids)
             case "cuMemcpy2DAsync", (copy, stream):
                 at, to, rows = int(copy.srcDevice), int(copy.dstDevice), copy.Height
-                copied = self._add(stream, "copy", self._done[stream])
+                copied = self._add(known(stream), "copy", self._done[known(stream)])
                 copied.reads.append(Span(at, at + copy.srcPitch * rows))
                 columns = copy.dstPitch * (rows - 1) + copy.WidthInBytes
                 copied.writes.append(Span(to, to + columns))
                 self.also(copied)
             case "cuEventRecord", (event, stream):
-                self._events[event] = self._done[stream]
+                self._events[known(event)] = self._done[known(stream)]
             case "cuStreamWaitEvent", (stream, event, _):
-                self._done[stream] |= self._events.get(event, 0)
+                self._done[known(stream)] |= self._events.get(known(event), 0)
 
-    def _launch(self, stream: int, address: int, dependent: bool) -> None:
+    def _launch(self, stream: Hashable, address: int, dependent: bool) -> None:
         launch, given = self._launches[address]
         late = self._done[stream]
         # A dependent one may start when the launch before has: nothing else is counted on.
@@ -121,7 +147,7 @@ class Order:
                 operation.writes.append(span(given["c"]))
         self.also(operation)
 
-    def _add(self, stream: int, name: str, late: int, early: int | None = None) -> Operation:
+    def _add(self, stream: Hashable, name: str, late: int, early: int | None = None) -> Operation:
         number = len(self.operations)
         operation = Operation(number, name, late if early is None else early, late)
         self._done[stream] |= 1 << number

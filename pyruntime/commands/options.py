@@ -51,6 +51,11 @@ def add_run(parser: argparse.ArgumentParser) -> None:
         "--kv-dtype", default="f16", metavar="TYPE",
         help="what the K/V cache holds: f16 (default), or e4m3, in about half the memory",
     )  # fmt: skip
+    parser.add_argument(
+        "--graphs", default="auto", metavar="MODE",
+        help="on a GPU: auto (default), a length of prompt that comes again is replayed as a CUDA "
+        "graph; off, kernels are always launched one by one",
+    )  # fmt: skip
     add_json(parser)
 
 
@@ -149,6 +154,7 @@ def loaded(args: argparse.Namespace) -> Iterator[Engine]:
             weights=args.weights,
             attention=args.attention,
             kv_dtype=args.kv_dtype,
+            graphs=args.graphs,
             max_tokens=args.max_tokens,
             progress=bar.update,
         )

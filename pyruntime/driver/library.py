@@ -9,7 +9,7 @@ from functools import cached_property
 from typing import Any
 
 from pyruntime.cubin.installed import cubins_for, manifest
-from pyruntime.cubin.spec import LETTERS, KernelSpec, read_specs
+from pyruntime.cubin.spec import LETTERS, KernelSpec, Param, read_specs
 from pyruntime.driver import api
 from pyruntime.driver.device import Device, driver_version
 from pyruntime.errors import CubinError, CudaError, DriverNotFoundError
@@ -21,7 +21,8 @@ class Kernel:
     """One kernel with its contract. Its shared-memory limit has been raised to what it asks for.
 
     Attributes:
-        launches: how often it has been launched by a `Program` that ran to its end.
+        launches: how often it has been launched by a `Program` that was enqueued whole, or by a
+            graph of one.
         clusters: clusters of its that the device holds at a time; None for kernels without.
     """
 
@@ -35,6 +36,10 @@ class Kernel:
         self.launches = 0
         self.clusters = clusters
 
+    @cached_property
+    def _params(self) -> dict[str, Param]:
+        return {p.name: p for p in self.spec.params}
+
     def pack(self, params: dict[str, Any]) -> ctypes.Array[ctypes.c_char]:
         """Encodes parameters by name into the kernel's parameter struct.
 
@@ -43,37 +48,38 @@ class Kernel:
         Raises:
             TypeError: a parameter is missing, unknown, or of the wrong kind.
         """
-        if params.keys() != {p.name for p in self.spec.params}:
-            expected = {p.name for p in self.spec.params}
+        if params.keys() != (expected := self._params.keys()):
             raise TypeError(
                 f"kernel {self.name}: missing {sorted(expected - params.keys())}, "
                 f"unknown {sorted(params.keys() - expected)}"
             )
         raw = ctypes.create_string_buffer(self.spec.param_bytes + _BLOCK_ALIGNMENT)
         shift = -ctypes.addressof(raw) % _BLOCK_ALIGNMENT
-        for p in self.spec.params:
-            value = params[p.name]
-            try:
-                struct.pack_into(
-                    "<" + LETTERS[p.letter], raw, shift + p.offset, getattr(value, "ptr", value)
-                )
-            except (struct.error, OverflowError) as error:
-                raise TypeError(f"kernel {self.name}, parameter {p.name}: {error}") from None
         raw_type = ctypes.c_char * self.spec.param_bytes
-        return raw_type.from_buffer(raw, shift)
+        block = raw_type.from_buffer(raw, shift)
+        for name, value in params.items():
+            self.pack_one(block, name, value)
+        return block
 
-    def config(self, grid: tuple[int, int, int]) -> Any:
+    def pack_one(self, block: ctypes.Array[ctypes.c_char], name: str, value: Any) -> None:
+        """Encodes one parameter into a block that `pack` made. Raises TypeError as it does."""
+        p = self._params[name]
+        try:
+            struct.pack_into("<" + LETTERS[p.letter], block, p.offset, getattr(value, "ptr", value))
+        except (struct.error, OverflowError) as error:
+            raise TypeError(f"kernel {self.name}, parameter {name}: {error}") from None
+
+    def config(self, grid: tuple[int, int, int], *, overlapping: bool = False) -> Any:
         """The CUlaunchConfig of a launch, whole but for the stream.
 
-        If the kernel is dependent, the last attribute lets it start before the kernel before it has
-        ended; `numAttrs` leaves it out.
+        `overlapping`, it may start before the kernel before it has ended, if it is dependent.
         """
         config = api.bindings().CUlaunchConfig()
         config.gridDimX, config.gridDimY, config.gridDimZ = grid
         config.blockDimX, config.blockDimY, config.blockDimZ = self.spec.threads, 1, 1
         config.sharedMemBytes = self.spec.smem_bytes
         config.attrs = self._attributes
-        config.numAttrs = len(self._attributes) - self.spec.dependent
+        config.numAttrs = len(self._attributes) - (self.spec.dependent and not overlapping)
         return config
 
     @cached_property
@@ -87,7 +93,7 @@ class Kernel:
             size.x, size.y, size.z = self.spec.cluster, 1, 1
             found.append(cluster)
         if self.spec.dependent:
-            dependent = driver.CUlaunchAttribute()
+            dependent = driver.CUlaunchAttribute()  # the last one: a full wait leaves it out
             dependent.id = ids.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
             dependent.value.programmaticStreamSerializationAllowed = 1
             found.append(dependent)

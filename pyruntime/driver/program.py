@@ -14,11 +14,12 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import cached_property
-from itertools import chain, pairwise
+from itertools import pairwise
 from typing import Any
 
 from pyruntime.driver import api
 from pyruntime.driver.library import Kernel
+from pyruntime.driver.memory import DeviceArray
 from pyruntime.driver.stream import Stream
 
 
@@ -31,7 +32,8 @@ class Launch:
         self.kernel = kernel
         self.grid = grid
         self.role = role
-        self._owned = list(params.values())  # arrays that the encoded addresses point into
+        self.stream: Any = None  # the handle that the configs hold
+        self._owned = dict(params)  # arrays that the encoded addresses point into
         self._block = kernel.pack(params)
         self._pointers = (ctypes.c_void_p * 1)(ctypes.addressof(self._block))
         self.arguments = ctypes.addressof(self._pointers)
@@ -39,14 +41,23 @@ class Launch:
 
     @cached_property
     def config(self) -> Any:
-        """See `Kernel.config`."""
+        """Of a launch that waits for all before it; see `Kernel.config`."""
         return self.kernel.config(self.grid)
 
     @cached_property
-    def attributes(self) -> tuple[int, int]:
-        """How many attributes of `config` count: after a full wait, and overlapping."""
-        alone = self.config.numAttrs
-        return alone, alone + self.kernel.spec.dependent
+    def overlapping(self) -> Any:
+        """Of a launch that may overlap with the one before it; see `Kernel.config`."""
+        return self.kernel.config(self.grid, overlapping=True)
+
+    def bind(self, stream: Any) -> None:
+        """Writes a stream's handle into both configs: that takes longer than to look whether it is
+        there already."""
+        self.config.hStream = self.overlapping.hStream = self.stream = stream
+
+    def point(self, name: str, array: DeviceArray) -> None:
+        """Points parameter `name` to another array, which the caller keeps alive."""
+        self.kernel.pack_one(self._block, name, array)
+        self._owned.pop(name, None)
 
     def __str__(self) -> str:
         spec = self.kernel.spec
@@ -103,8 +114,13 @@ class Program:
         bounds = pairwise([0, *self._cuts, len(self.launches)])
         return [Program(self.launches[start:stop]) for start, stop in bounds]
 
-    def run(self, stream: Stream, *then: Program, overlap: bool = True) -> None:
-        """Enqueues every launch on `stream` and counts it; the device's context must be current.
+    def run(self, stream: Stream, *, overlap: bool = True) -> None:
+        """Enqueues every launch on `stream`, see `enqueue`, and counts it."""
+        self.enqueue(stream, overlap=overlap)
+        self.count()
+
+    def enqueue(self, stream: Stream, *, overlap: bool = True, follows: bool = False) -> None:
+        """Enqueues every launch on `stream`; the device's context must be current.
 
         What kernels read before they wait for the one before must not be written by any launch of
         the run: weights, counts of rows, the sequence table. (But a kernel that lets no other start
@@ -112,25 +128,27 @@ class Program:
         writes it, the run begins behind a wait for that: its first launch, and so all, come after.
 
         Args:
-            then: programs whose launches follow, as if they were this one's.
             overlap: whether launches from the second on may start before the one before has ended.
                 Results are the same bits; without it, each launch has the GPU to itself.
+            follows: whether this goes on with a run whose last launch is the last thing on
+                `stream`: then the first launch is not the first of its run.
 
         Raises:
             CudaError: a launch failed; the text names kernel, grid and bytes.
         """
         launch_kernel = api.bindings().cuLaunchKernelEx
         handle = stream.handle
-        overlaps = False
-        programs = (self, *then)
-        for launch in chain.from_iterable(program.launches for program in programs):
-            config = launch.config
-            config.hStream = handle
-            config.numAttrs = launch.attributes[overlaps]
+        overlaps = overlap and follows
+        for launch in self.launches:
+            if launch.stream is not handle:
+                launch.bind(handle)
+            config = launch.overlapping if overlaps else launch.config
             (status,) = launch_kernel(config, launch.function, launch.arguments, 0)
             if status:
                 raise api.failure("cuLaunchKernelEx", status, str(launch))
             overlaps = overlap
-        for program in programs:
-            for kernel, count in program._counts.items():
-                kernel.launches += count
+
+    def count(self) -> None:
+        """Adds the launches of a run to those of their kernels."""
+        for kernel, count in self._counts.items():
+            kernel.launches += count

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from itertools import chain
 
 import numpy as np
@@ -16,6 +16,7 @@ from pyruntime.model.cache import Cache, Layout, layout_bytes
 from pyruntime.model.config import DOWN_SCALE, ModelConfig
 from pyruntime.model.live import LiveBlock
 from pyruntime.model.pipeline import Pass
+from pyruntime.model.replay import Recorded, Replayer
 from pyruntime.model.rope import rope_table
 from pyruntime.model.streamed import StreamedWeights
 from pyruntime.model.weights import Weights
@@ -29,7 +30,7 @@ from pyruntime.ops.rows import embed, gather
 from pyruntime.ops.softcap import softcap
 from pyruntime.ops.widen import widen
 
-PROGRAMS = 32  # recorded programs kept: one per length of a pass, with a cache before or not
+PASSES = 32  # recorded passes kept: one per length, with a cache before or not
 TABLE_ROWS = 1 << 16  # positions whose rotary table is made on the host at a time
 GATES = {"silu": "swiglu", "gelu": "geglu"}  # epilogues by activation
 # What can leave fp16's range in a layer, in order of computation; see `site_name`.
@@ -77,7 +78,7 @@ def activation_bytes(c: ModelConfig, max_tokens: int) -> int:
 
 
 class Decoder:
-    """Activation buffers for up to `max_tokens` rows, and programs over them.
+    """Activation buffers for up to `max_tokens` rows, and passes over them, which `replayer` runs.
 
     `variant` names the attention kernel, see `ops.attention_choice.choose`; `kv_dtype` is what the
     caches hold. From an e4m3 cache each layer is widened into `staging`, an fp16 cache of one
@@ -91,10 +92,12 @@ class Decoder:
         config: ModelConfig,
         weights: Weights | StreamedWeights,
         max_tokens: int,
+        replayer: Replayer,
         variant: str = "auto",
         kv_dtype: str = "f16",
     ) -> None:
         self.config = config
+        self.replayer = replayer
         self.staging: Cache | None = None
         self.max_tokens = max_tokens
         self._library = library
@@ -104,7 +107,7 @@ class Decoder:
         self.activations: dict[str, DeviceArray] = {}
         self._tables: list[tuple[DeviceArray, DeviceArray]] = []  # one for each of config.ropes
         self._workspace: Workspace | None = None
-        self._programs: OrderedDict[tuple[int, bool, bool], Program] = OrderedDict()
+        self._passes: OrderedDict[tuple[int, bool, bool], Recorded] = OrderedDict()
         self.live = LiveBlock(library.device, max_tokens)
         try:
             for name, (shape, dtype) in activation_layout(config, max_tokens).items():
@@ -135,7 +138,7 @@ class Decoder:
                 cosines.rows(first, last).upload(host[0])
                 sines.rows(first, last).upload(host[1])
             tables.append((cosines, sines))
-        self._programs.clear()  # they hold the old tables' addresses
+        self._forget()  # they hold the old tables' addresses
         self._tables = tables
 
     @property
@@ -143,7 +146,7 @@ class Decoder:
         """What the rotary tables and `staging` cover."""
         return self._tables[0][0].shape[0] if self._tables else 0
 
-    def program(self, rows: int, *, every_row: bool, fresh: bool) -> Program:
+    def recorded(self, rows: int, *, every_row: bool, fresh: bool) -> Recorded:
         """Everything up to the output norm, for `rows` rows; the result is `normed`.
 
         Each layer begins a section with its first matrix product, before which no matrix is read.
@@ -152,30 +155,43 @@ class Decoder:
         of a continuation is right for that too, but attention is then divided for many keys.
         """
         key = (rows, every_row, fresh)
-        if key not in self._programs:
-            self._programs[key] = self._record(rows, every_row, fresh)
-            if len(self._programs) > PROGRAMS:
-                self._programs.popitem(last=False)
-        self._programs.move_to_end(key)
-        return self._programs[key]
+        if key not in self._passes:
+            program, weights = self._record(rows, every_row, fresh), self._weights
+            body = Pass(program)
+            if isinstance(weights, StreamedWeights):
+                body = weights.body(program.sections, rows if every_row else 1)
+            self._passes[key] = Recorded(body)
+            if len(self._passes) > PASSES:
+                self._drop(*next(iter(self._passes.items())))
+        self._passes.move_to_end(key)
+        return self._passes[key]
 
-    def recorded(self, rows: int, logits: DeviceArray, *, every_row: bool, fresh: bool) -> Pass:
-        """`program`, and the output matrix: logits float32 [wanted, vocab]."""
-        program = self.program(rows, every_row=every_row, fresh=fresh)
-        normed, wanted = self.activations["normed"], self.live.wanted
-        head, weights = Program(), self._weights
+    def head(self, recorded: Recorded, logits: DeviceArray) -> Pass:
+        """What comes after: the output matrix. Logits are float32 [wanted, vocab].
+
+        The caller keeps them alive while it runs, and until then asks for no other head.
+        """
+        normed, wanted, weights = self.activations["normed"], self.live.wanted, self._weights
         if isinstance(weights, StreamedWeights):
+            after = Program()
+            self._cap(after, logits)
+            return weights.head(after, normed=normed, wanted=wanted, logits=logits)
+        if recorded.head is None:
+            head = Program()
+            with head.role("head"):
+                gemm(
+                    head, self._library, a=normed, w=weights.outer["output"], c=logits,
+                    rows=wanted, max_rows=logits.shape[0], epilogue="f32",
+                )  # fmt: skip
             self._cap(head, logits)
-            return weights.recorded(
-                program.sections, head, normed=normed, wanted=wanted, logits=logits
-            )
-        with head.role("head"):
-            gemm(
-                head, self._library, a=normed, w=weights.outer["output"], c=logits, rows=wanted,
-                max_rows=logits.shape[0], epilogue="f32",
-            )  # fmt: skip
-        self._cap(head, logits)
-        return Pass(program, head)
+            recorded.head = Pass(head)
+        for launch, name in zip(recorded.head.before.launches, ("c", "x"), strict=False):
+            launch.point(name, logits)
+        return recorded.head
+
+    def _drop(self, key: tuple[int, bool, bool], recorded: Recorded) -> None:
+        del self._passes[key]
+        self.replayer.drop(recorded)
 
     def _cap(self, program: Program, logits: DeviceArray) -> None:
         cap = self.config.logit_cap
@@ -329,13 +345,18 @@ class Decoder:
             softcap=c.score_cap,
         )
 
+    def _forget(self) -> None:
+        """Drops all passes; one that fails keeps no other."""
+        with ExitStack() as drops:
+            for item in list(self._passes.items()):
+                drops.callback(self._drop, *item)
+
     def close(self) -> None:
         """Frees activations, tables and the live block. Idempotent."""
-        self._programs.clear()
-        self.live.close()
-        if self._workspace is not None:
-            self._workspace.close()
-        if self.staging is not None:
-            self.staging.close()
-        for array in (*self.activations.values(), *chain.from_iterable(self._tables)):
-            array.close()
+        with ExitStack() as resources:  # one that fails keeps no other
+            for array in (*self.activations.values(), *chain.from_iterable(self._tables)):
+                resources.callback(array.close)
+            for part in (self.staging, self._workspace, self.live):
+                if part is not None:
+                    resources.callback(part.close)
+            resources.callback(self._forget)  # the last in is the first out

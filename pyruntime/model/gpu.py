@@ -32,6 +32,8 @@ from pyruntime.model.config import ModelConfig
 from pyruntime.model.decoder import Decoder, site_name
 from pyruntime.model.footprint import cache_bytes, plan
 from pyruntime.model.live import NO_OVERFLOW
+from pyruntime.model.replay import Replayer
+from pyruntime.model.stats import Stats
 from pyruntime.model.streamed import StreamedWeights
 from pyruntime.model.tokens import check_tokens
 from pyruntime.model.weights import Weights
@@ -65,7 +67,8 @@ class GpuModel:
         weights: "fp16", "per-layer", or "auto": the first of them that fits.
         stream: a foreign stream's handle (an address), or None for one of its own.
         attention: the attention kernel, see `ops.attention_choice.choose`.
-        overlap: whether launches of a pass may overlap, see `Program.run`.
+        overlap: whether launches of a pass may overlap, see `Program.enqueue`.
+        graphs: whether passes that come again become graphs, see `model.replay`.
         kv_dtype: what caches hold, "f16" or "e4m3", see `model.cache.Cache`.
         progress: called with the file bytes of each piece that has arrived.
 
@@ -89,6 +92,7 @@ class GpuModel:
         stream: int | None = None,
         attention: str = "auto",
         overlap: bool = True,
+        graphs: bool = True,
         kv_dtype: str = "f16",
         progress: Callable[[int], object] = lambda _: None,
     ) -> None:
@@ -106,7 +110,7 @@ class GpuModel:
         try:
             self._load(
                 file, ordinal, max_tokens, kv_tokens, memory_budget, weights, stream, attention,
-                progress,
+                graphs, progress,
             )  # fmt: skip
         except BaseException:
             with suppress(CudaError):  # the first failure is the one to report
@@ -123,6 +127,7 @@ class GpuModel:
         mode: str,
         stream: int | None,
         attention: str,
+        graphs: bool,
         progress: Callable[[int], object],
     ) -> None:
         config = self.config
@@ -151,12 +156,15 @@ class GpuModel:
         else:
             weights = Weights(file, config, library, progress, alike)
         self.weights = self._owned(weights)
+        self._replayer = self._owned(Replayer(self._stream, overlap=self.overlap, graphs=graphs))
         self._decoder = self._owned(
-            Decoder(library, config, weights, self.max_tokens, attention, self.kv_dtype)
+            Decoder(
+                library, config, weights, self.max_tokens, self._replayer, attention, self.kv_dtype
+            )
         )
         self._decoder.reserve_positions(kv_tokens)
         # Sizes are refused here, not later.
-        self._decoder.program(self.max_tokens, every_row=False, fresh=True)
+        self._decoder.recorded(self.max_tokens, every_row=False, fresh=True)
         self._started, self._ended = (self._owned(Event(self.device)) for _ in range(2))
 
     def _owned(self, resource: T) -> T:
@@ -209,6 +217,10 @@ class GpuModel:
         """Launches so far by kernel name, those of loading included."""
         return self.library.launches()
 
+    def stats(self) -> Stats:
+        """How passes were run so far."""
+        return self._replayer.stats
+
     def new_cache(self, tokens: int) -> Cache:
         """An empty cache for `tokens` positions. Raises ValueError, OutOfMemoryError."""
         if tokens < 1:
@@ -233,10 +245,11 @@ class GpuModel:
 
         Args:
             logits: "last" gives float32 [1, vocab], "all" float32 [nt, vocab].
-            out: the array to write to instead of a new one.
+            out: the array to write to instead of a new one: of that shape, on a 16-byte boundary.
 
         Raises:
-            ValueError: bad ids, or more than `max_tokens` or the cache hold; nothing has changed.
+            ValueError: bad ids, another `out`, or more than `max_tokens` or the cache hold; nothing
+                has changed.
             NumericalError: a value left fp16's range; `cache` keeps its length.
             CudaError: the driver failed; if it lost the context, all later calls are refused.
             EngineError: closed, forked, or lost.
@@ -247,9 +260,14 @@ class GpuModel:
         wanted = np.arange(rows if logits == "all" else 1, dtype=np.int32)
         if logits == "last":
             wanted += rows - 1
+        shape = (len(wanted), self.config.vocab)
+        if out is not None and (out.shape != shape or out.dtype != np.float32 or out.ptr % 16):
+            raise ValueError(
+                f"logits of shape {list(shape)} do not go to an {out} at {out.ptr:#x}: it must be "
+                "float32 of that shape and 16-byte aligned"
+            )
         with self._entry():
             if out is None:
-                shape = (len(wanted), self.config.vocab)
                 out = DeviceArray(self.device, shape, np.float32, what="logits")
             try:
                 self._run(tokens, cache, wanted, out)
@@ -265,8 +283,14 @@ class GpuModel:
     def recorded(self, rows: int) -> list[Launch]:
         """The launches of a prefill of `rows` tokens that wants the last one's logits."""
         with self._entry():
-            out = DeviceArray(self.device, (1, self.config.vocab), np.float32, what="logits")
-            return self._decoder.recorded(rows, out, every_row=rows == 1, fresh=True).launches
+            return self._launches(rows, self._logits_row(), fresh=True)
+
+    def _logits_row(self) -> DeviceArray:
+        return DeviceArray(self.device, (1, self.config.vocab), np.float32, what="logits")
+
+    def _launches(self, rows: int, out: DeviceArray, *, fresh: bool) -> list[Launch]:
+        recorded = self._decoder.recorded(rows, every_row=rows == 1, fresh=fresh)
+        return recorded.body.launches + self._decoder.head(recorded, out).launches
 
     @contextmanager
     def staged(self, ids: ArrayLike, cache: Cache) -> Iterator[tuple[list[Launch], Stream]]:
@@ -286,13 +310,11 @@ class GpuModel:
         tokens = check_tokens(ids, self.config.vocab)
         self._check_room(len(tokens), cache)
         with self._entry(), self.device.current():
-            out = DeviceArray(self.device, (1, self.config.vocab), np.float32, what="logits")
-            work = self._decoder.recorded(
-                len(tokens), out, every_row=len(tokens) == 1, fresh=not cache.length
-            )
+            out = self._logits_row()
+            launches = self._launches(len(tokens), out, fresh=not cache.length)
             self._upload(tokens, cache, np.array([len(tokens) - 1], np.int32))
             try:
-                yield work.launches, self._stream
+                yield launches, self._stream
             finally:
                 self._settle()
 
@@ -316,12 +338,12 @@ class GpuModel:
         self, tokens: NDArray[np.int32], cache: Cache, wanted: NDArray[np.int32], out: DeviceArray
     ) -> None:
         decoder, stream, rows = self._decoder, self._stream, len(tokens)
-        work = decoder.recorded(rows, out, every_row=len(wanted) == rows, fresh=not cache.length)
+        recorded = decoder.recorded(rows, every_row=len(wanted) == rows, fresh=not cache.length)
         with self.device.current():
             enqueued = time.perf_counter()
             self._started.record(stream)
             self._upload(tokens, cache, wanted)
-            work.run(stream, overlap=self.overlap)
+            self._replayer.run(recorded, lambda: decoder.head(recorded, out))
             decoder.live.download_overflow(stream)
             self._ended.record(stream)
             stream.synchronize()

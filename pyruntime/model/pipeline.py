@@ -31,7 +31,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 
 from pyruntime.driver.device import Device
 from pyruntime.driver.program import Launch, Program
@@ -53,32 +54,46 @@ class Step:
 
 @dataclass(frozen=True)
 class Pass:
-    """A recorded pass: `before`, the steps if there are any (then with a `pipeline`), `after`."""
+    """What is recorded of a pass, or of a part: `before`, the steps if there are any (then with a
+    `pipeline`), `after`."""
 
     before: Program
-    after: Program
+    after: Program = field(default_factory=Program)
     steps: Sequence[Step] = ()
     pipeline: Pipeline | None = None
 
     @property
-    def launches(self) -> list[Launch]:
+    def programs(self) -> list[Program]:
         """All of them; a step's fill before the step."""
-        steps = [launch for s in self.steps for p in (s.fill, s.use) for launch in p.launches]
-        return [*self.before.launches, *steps, *self.after.launches]
+        return [self.before, *(p for s in self.steps for p in (s.fill, s.use)), self.after]
 
-    def run(self, stream: Stream, *, overlap: bool = True) -> None:
+    @property
+    def launches(self) -> list[Launch]:
+        """Of all programs."""
+        return [launch for program in self.programs for launch in program.launches]
+
+    @cached_property
+    def _whole(self) -> Program:
+        return Program(self.launches)
+
+    def enqueue(self, stream: Stream, *, overlap: bool, follows: bool = False) -> None:
         """Enqueues the pass; all of it is over when `stream` is. The context must be current.
 
         Args:
-            overlap: see `Program.run`; without it fills, too, take their turn on `stream`.
+            overlap: see `Program.enqueue`; without it fills, too, take their turn on `stream`.
+            follows: see there.
 
         Raises:
             CudaError: a launch failed.
         """
         if self.pipeline is None:
-            self.before.run(stream, self.after, overlap=overlap)
+            self._whole.enqueue(stream, overlap=overlap, follows=follows)
         else:
-            self.pipeline.run(stream, self, overlap=overlap)
+            self.pipeline.enqueue(stream, self, overlap=overlap)
+
+    def count(self) -> None:
+        """Adds the launches of a pass to those of their kernels."""
+        self._whole.count()
 
 
 class Pipeline:
@@ -101,31 +116,31 @@ class Pipeline:
         self._resources.callback(event.close)
         return event
 
-    def run(self, stream: Stream, work: Pass, *, overlap: bool) -> None:
-        """See `Pass.run`."""
+    def enqueue(self, stream: Stream, work: Pass, *, overlap: bool) -> None:
+        """See `Pass.enqueue`."""
         side = self.stream if overlap else stream
         steps = work.steps
 
         def fill(index: int) -> None:
-            steps[index].fill.run(side, overlap=overlap)
+            steps[index].fill.enqueue(side, overlap=overlap)
             self._filled[index % SLOTS].record(side)
 
         self._begun.record(stream)
         side.wait(self._begun)  # readers of an earlier pass
         for index in range(min(SLOTS, len(steps))):
             fill(index)
-        work.before.run(stream, overlap=overlap)
+        work.before.enqueue(stream, overlap=overlap)
         for index, step in enumerate(steps):
             slot = index % SLOTS
             stream.wait(self._filled[slot])
-            step.use.run(stream, overlap=overlap)
+            step.use.enqueue(stream, overlap=overlap)
             if step.after is not None:
                 step.after(stream)
             if index + SLOTS < len(steps):
                 self._free[slot].record(stream)
                 side.wait(self._free[slot])
                 fill(index + SLOTS)
-        work.after.run(stream, overlap=overlap)
+        work.after.enqueue(stream, overlap=overlap)
 
     def close(self) -> None:
         """Destroys stream and events. Idempotent."""

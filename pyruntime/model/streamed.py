@@ -62,7 +62,7 @@ def scratch_bytes(c: ModelConfig, max_tokens: int) -> int:
 class StreamedWeights:
     """Weights that `Decoder` takes as it takes `Weights`; in `layers` matrices are views of slots.
 
-    They hold what they should within a pass that `recorded` gives, and at no other time.
+    They hold what they should within a pass, `body` and then `head`, and at no other time.
 
     Args:
         max_tokens: rows of a pass.
@@ -108,28 +108,31 @@ class StreamedWeights:
                 self.close()
             raise
 
-    def recorded(
-        self,
-        sections: Sequence[Program],
-        after: Program,
-        *,
-        normed: DeviceArray,
-        wanted: DeviceArray,
-        logits: DeviceArray,
-    ) -> Pass:
-        """A pass whose last product is logits = normed · output matrixᵀ.
+    def body(self, sections: Sequence[Program], count: int) -> Pass:
+        """The part of a pass before the output matrix, of which it dequantizes the first block.
 
         Args:
             sections: what comes before the first layer, and each layer from its first matrix on.
+            count: the rows that `head` is for, all of them or one.
+        """
+        before, *layers = sections
+        steps = [Step(fill, use) for fill, use in zip(self._fills, layers, strict=True)]
+        first = Step(self._head_fill(*self._blocks(count)[0]), use=Program())
+        return Pass(before, steps=[*steps, first], pipeline=self.pipeline)
+
+    def head(
+        self, after: Program, *, normed: DeviceArray, wanted: DeviceArray, logits: DeviceArray
+    ) -> Pass:
+        """The rest of it: logits = normed · output matrixᵀ.
+
+        Args:
             after: what is done with the logits.
             normed: float16 [wanted rows or more, hidden].
             wanted: int32, the count of wanted rows on the device.
             logits: float32 [wanted rows, vocab].
         """
-        before, *layers = sections
-        steps = [Step(fill, use) for fill, use in zip(self._fills, layers, strict=True)]
-        steps += self._head(normed, wanted, logits)
-        return Pass(before, after, steps, self.pipeline)
+        steps = self._head(normed, wanted, logits)
+        return Pass(Program(), after, steps, self.pipeline)
 
     def _pair(self, layers: list[dict[str, DeviceArray]]) -> None:
         """Moves the packed rows of q, k and v to the paired order: each stays in its tensor."""
@@ -193,7 +196,8 @@ class StreamedWeights:
         return program
 
     def _head(self, normed: DeviceArray, wanted: DeviceArray, logits: DeviceArray) -> list[Step]:
-        """The output matrix, block by block; each gives some columns of the logits.
+        """The output matrix, block by block; each gives some columns of the logits. The first one
+        is there already.
 
         Columns of a single row are dense. Those of several are not: their block is made dense,
         behind the weights in the slot, and copied from there.
@@ -202,9 +206,9 @@ class StreamedWeights:
         # As for the whole product: rows of the table that split k round otherwise than others.
         kernel = choice(self._library, "f32", count, c.vocab, c.hidden)
         blocks = self._blocks(count)
-        fills = [self._head_fill(*block) for block in blocks] if count > 1 else self._head_fills
+        fills = [self._head_fill(*b) for b in blocks[1:]] if count > 1 else self._head_fills[1:]
         steps = []
-        for fill, (slot, first, rows) in zip(fills, blocks, strict=True):
+        for fill, (slot, first, rows) in zip([Program(), *fills], blocks, strict=True):
             w, after = slot.view(0, (rows, c.hidden), np.float16), None
             if count == 1:
                 out = logits.view(4 * first, (1, rows), np.float32)

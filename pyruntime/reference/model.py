@@ -13,6 +13,7 @@ from numpy.typing import ArrayLike, NDArray
 from pyruntime.errors import NumericalError
 from pyruntime.model.config import DOWN_SCALE, KV_DTYPES, ModelConfig
 from pyruntime.model.rope import rope_table
+from pyruntime.model.stats import Stats
 from pyruntime.model.tensors import layer_shapes, tensor_shapes
 from pyruntime.model.tokens import check_tokens
 from pyruntime.reference import e4m3
@@ -126,6 +127,10 @@ class ReferenceModel:
     def launches(self) -> dict[str, int]:
         """None: there are no kernels."""
         return {}
+
+    def stats(self) -> Stats:
+        """All zero: only passes on a GPU are counted."""
+        return Stats()
 
     def forward(
         self, ids: ArrayLike, cache: Cache, *, logits: Literal["last", "all"] = "last"

@@ -15,7 +15,7 @@ from fake_driver import FakeDriver
 
 from pyruntime.cubin.spec import KernelSpec, Param
 from pyruntime.driver import api
-from pyruntime.driver.device import Device
+from pyruntime.driver.device import Device, _Current
 from pyruntime.driver.library import Kernel
 from pyruntime.driver.memory import DeviceArray
 from pyruntime.driver.program import Program
@@ -188,16 +188,15 @@ def test_dependent_kernels_overlap_from_the_second_launch_of_a_run_on(launched: 
     for _ in range(2):
         program.run(stream)
         assert overlapping(launched) == [False, True, False, True]
-    program.run(stream, after)
-    assert [function for function, *_ in launched] == list("abcde")
-    assert [len(attributes) for *_, attributes in launched] == [0, 2, 0, 1, 1]
-    assert overlapping(launched) == [False, True, False, True, True]
-    program.run(stream, after, overlap=False)
-    assert [len(attributes) for *_, attributes in launched] == [0, 1, 0, 0, 0]
-    assert overlapping(launched) == [False] * 5
+    for overlap, attributes_of_each in ((True, [0, 2, 0, 1, 1]), (False, [0, 1, 0, 0, 0])):
+        program.run(stream, overlap=overlap)
+        after.enqueue(stream, overlap=overlap, follows=True)
+        assert [function for function, *_ in launched] == list("abcde")
+        assert [len(attributes) for *_, attributes in launched] == attributes_of_each
+        assert overlapping(launched) == [False, overlap, False, overlap, overlap]
     after.run(stream)  # a run of its own
     assert overlapping(launched) == [False]
-    assert [x.kernel.launches for x in (*program.launches, *after.launches)] == [4, 4, 4, 4, 3]
+    assert [x.kernel.launches for x in (*program.launches, *after.launches)] == [4, 4, 4, 4, 1]
 
 
 def test_a_launch_has_the_role_of_its_block_or_its_family() -> None:
@@ -231,6 +230,21 @@ def test_what_is_written_is_there_before_any_stream_reads_it(
     array.close()
     device.close()
     assert driver.held() == {}
+
+
+def test_a_context_is_pushed_where_another_one_is_current(driver: FakeDriver) -> None:
+    device = Device(0)
+    first, second = _Current("first"), _Current("second")
+    called: list[tuple[Any, ...]] = []
+    driver.hook = lambda name, arguments: called.append((name[5:-7], *arguments))
+    with first, first, pytest.raises(KeyError), second, first, first:
+        raise KeyError
+    pushes = [("Push", "first"), ("Push", "second"), ("Push", "first")]
+    assert called == pushes + [("Pop",)] * 3
+    with first:
+        pass
+    assert called[-2:] == [("Push", "first"), ("Pop",)]
+    device.close()
 
 
 def test_a_device_counts_what_its_arrays_hold(driver: FakeDriver) -> None:

@@ -232,7 +232,7 @@ def test_a_lost_context_is_remembered_wherever_it_shows(driver: FakeDriver, load
 
 def test_a_context_lost_by_a_failed_pass_is_remembered(driver: FakeDriver, load: Load) -> None:
     """The launch that fails is not what lost it: that shows when the rest is waited for."""
-    engine = load()
+    engine = load(graphs="off")
     engine.prefill([1])  # makes its cache
     driver.fail["cuLaunchKernelEx"] = (5, TOO_MANY_RESOURCES)
     lose = on_call("cuStreamSynchronize", lambda: setattr(driver, "lost", ILLEGAL_ADDRESS))

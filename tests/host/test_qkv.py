@@ -101,7 +101,7 @@ def test_a_pass_of_many_rows_needs_no_rope(load: Load, rows: int, fused: bool) -
     assert model.weights.alike == asked(
         heads=engine.config.heads, kv_heads=engine.config.kv_heads, head_dim=engine.config.head_dim
     )
-    program = model._decoder.program(rows, every_row=False, fresh=True)
+    program = model._decoder.recorded(rows, every_row=False, fresh=True).body
     roles = [launch.role for launch in program.launches]
     assert roles.count("qkv") == engine.config.layers
     assert roles.count("rope") == (0 if fused else engine.config.layers)

@@ -81,7 +81,7 @@ def test_attention_reads_the_staging_of_an_e4m3_cache(load: Load, attention: str
                 return int(struct.unpack_from(form, launch._block, p.offset)[0])
         return None
 
-    launches = decoder.program(2, every_row=False, fresh=False).launches
+    launches = decoder.recorded(2, every_row=False, fresh=False).body.launches
     found = [
         (family, given(launch, "layer", "<i"), given(launch, "sequences", "<Q"))
         for launch in launches
@@ -99,16 +99,16 @@ def test_attention_reads_the_staging_of_an_e4m3_cache(load: Load, attention: str
     ]
 
 
-def test_a_continuation_has_a_program_of_its_own(load: Load) -> None:
-    """Its attention is divided for more keys; a pass of the same kind meets the same program."""
+def test_a_continuation_is_recorded_apart(load: Load) -> None:
+    """Its attention is divided for more keys; a pass of the same kind meets the same launches."""
     engine = load()
     for _ in range(2):
         cache = engine.new_cache(8)
         for _ in range(3):
             engine.prefill([1, 2], cache=cache)
         cache.close()
-    programs = engine.model._decoder._programs
-    assert sorted(programs) == [(2, False, False), (2, False, True), (16, False, True)]
+    passes = engine.model._decoder._passes
+    assert sorted(passes) == [(2, False, False), (2, False, True), (16, False, True)]
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda:0"])

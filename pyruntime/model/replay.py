@@ -1,0 +1,131 @@
+"""Passes that come again are captured into graphs and replayed.
+
+Enqueueing the launches of a short prompt one by one may take the host longer than the GPU takes to
+run them. A graph is one call. All that changes from pass to pass lies in the live block, so the
+graph of a length serves all prompts of that length and all caches.
+
+A capture enqueues every launch once more without running it, and instantiates what comes of that.
+So a pass is captured when it is met for the second time: prompts of a length that does not come
+again cost nothing more. The pass that captures runs as the graph's first replay.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import replace
+
+from pyruntime.driver import api
+from pyruntime.driver.graph import Graph
+from pyruntime.driver.stream import Stream
+from pyruntime.errors import CudaError, OutOfMemoryError
+from pyruntime.model.pipeline import Pass
+from pyruntime.model.stats import Stats
+
+log = logging.getLogger("pyruntime")
+
+
+class Recorded:
+    """A pass up to the output norm (`body`), and what has become of it so far.
+
+    Attributes:
+        head: what comes after it, once there is such a thing; its logits change their address from
+            pass to pass.
+        runs: how often it has been enqueued whole. graph: of the body, once there is one.
+        refused: that it could not be captured.
+    """
+
+    def __init__(self, body: Pass) -> None:
+        self.body = body
+        self.head: Pass | None = None
+        self.runs = 0
+        self.graph: Graph | None = None
+        self.refused = False
+
+
+class Replayer:
+    """Enqueues passes on `stream`, as graphs where there are any.
+
+    Args:
+        overlap: see `Program.enqueue`.
+        graphs: whether to make any.
+    """
+
+    def __init__(self, stream: Stream, *, overlap: bool, graphs: bool) -> None:
+        self._stream = stream
+        self._overlap = overlap
+        self._resources = ExitStack()
+        self._aside: Stream | None = None
+        if graphs:
+            self._aside = Stream(stream.device, beside=stream)
+            self._resources.callback(self._aside.close)
+        self._stats = Stats()
+
+    @property
+    def stats(self) -> Stats:
+        """A copy of the counts."""
+        return replace(self._stats)
+
+    def run(self, recorded: Recorded, head: Callable[[], Pass]) -> None:
+        """Enqueues the body, then the pass that `head` gives; the context must be current.
+
+        The head is made while the GPU works on the body.
+
+        Raises:
+            CudaError: a launch failed.
+        """
+        if recorded.graph is None and recorded.runs and not recorded.refused:
+            self._capture(recorded)
+        graph = recorded.graph
+        if graph is not None:
+            graph.launch(self._stream)
+        else:
+            recorded.body.enqueue(self._stream, overlap=self._overlap)
+        recorded.body.count()
+        last = head()
+        last.enqueue(self._stream, overlap=self._overlap, follows=graph is None)
+        last.count()
+        recorded.runs += 1
+        if graph is not None:
+            self._stats.hits += 1
+        else:
+            self._stats.misses += 1
+
+    def _capture(self, recorded: Recorded) -> None:
+        """Makes the graph; if that fails, it says so and leaves the pass as it is."""
+        aside, stats = self._aside, self._stats
+        if aside is None:
+            return
+        started = time.perf_counter()
+        try:
+            recorded.graph = graph = Graph(
+                aside, lambda: recorded.body.enqueue(aside, overlap=self._overlap)
+            )
+        except (CudaError, OutOfMemoryError) as error:
+            if isinstance(error, CudaError) and error.code in api.STICKY:
+                raise
+            recorded.refused = True
+            stats.failures += 1
+            launches = len(recorded.body.launches)
+            # Its text: who keeps the record must not keep the error's frames, and so the logits.
+            log.warning("a pass stays at %d launches, without a graph: %s", launches, str(error))
+        else:
+            stats.captures += 1
+            stats.graphs += 1
+            stats.graph_bytes += graph.nbytes
+        finally:
+            stats.capture_ms += 1e3 * (time.perf_counter() - started)
+
+    def drop(self, recorded: Recorded) -> None:
+        """Destroys the graph of a pass that will not be run again; nothing may be running."""
+        graph, recorded.graph = recorded.graph, None
+        if graph is not None:
+            self._stats.graphs -= 1
+            self._stats.graph_bytes -= graph.nbytes
+            graph.close()
+
+    def close(self) -> None:
+        """Destroys the stream on which graphs are captured. Idempotent."""
+        self._resources.close()

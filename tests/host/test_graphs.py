@@ -1,0 +1,409 @@
+"""Passes that come again are captured and replayed, and whatever goes wrong, eager passes work."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from fake_driver import INVALID_VALUE, OUT_OF_MEMORY, FakeDriver, stream_of
+from goldens import GOLDEN
+
+from pyruntime import Engine
+from pyruntime.driver.device import Device
+from pyruntime.driver.graph import Graph
+from pyruntime.driver.memory import DeviceArray
+from pyruntime.driver.stream import Event, Stream
+from pyruntime.errors import CudaError, EngineError, NumericalError
+from pyruntime.model import decoder
+from pyruntime.model.live import LiveBlock
+
+ILLEGAL_ADDRESS = 700
+DEPENDENT = "CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION"
+
+Load = Callable[..., Engine]
+WEIGHTS = pytest.mark.parametrize("weights", ["fp16", "per-layer"])
+
+
+def graph_of(driver: FakeDriver) -> list[tuple[str, tuple[Any, ...]]]:
+    """The calls in the only graph there is."""
+    (handle,) = driver.live["execs"]
+    return driver.graphs[handle].calls
+
+
+# When
+
+
+@WEIGHTS
+def test_a_length_that_comes_again_is_replayed(
+    driver: FakeDriver, load: Load, weights: str
+) -> None:
+    engine = load(weights=weights)
+    found = []
+    for _ in range(4):
+        before = driver.calls.copy()
+        engine.prefill([1, 2, 3])
+        added = driver.calls - before
+        found.append((added["cuStreamBeginCapture"], added["cuGraphLaunch"]))
+    assert found == [(0, 0), (1, 1), (0, 1), (0, 1)]
+    if weights == "fp16":  # nothing is launched apart but the output matrix
+        assert added["cuLaunchKernelEx"] == 1
+    stats = engine.stats()
+    assert (stats.hits, stats.misses, stats.captures, stats.failures) == (3, 1, 1, 0)
+    assert stats.graphs == 1 and stats.capture_ms > 0
+    assert driver.held()["execs"] == 1 and "graphs" not in driver.held()
+
+
+def test_each_kind_of_pass_has_a_graph_of_its_own(driver: FakeDriver, load: Load) -> None:
+    engine = load()
+    cache = engine.new_cache(64)
+    for n, logits in ((1, "last"), (2, "last"), (2, "all")) * 2:
+        engine.prefill([1] * n, logits=logits)
+    engine.prefill([1, 2], cache=cache)  # another cache and the same graph
+    assert engine.stats().captures == 3 and engine.stats().hits == 4
+    for _ in range(4):
+        engine.prefill([1, 2], cache=cache)  # goes on with what is there
+    assert engine.stats().captures == 4 and engine.stats().hits == 7
+    engine.generate([1, 2], 5)
+    assert driver.held()["execs"] == engine.stats().graphs == 5
+
+
+def test_off_makes_no_graphs(driver: FakeDriver, load: Load) -> None:
+    engine = load(graphs="off")
+    for _ in range(3):
+        engine.prefill([1, 2])
+    assert not any("Graph" in name or "Capture" in name for name in driver.calls)
+    stats = engine.stats()
+    assert (stats.hits, stats.misses, stats.captures, stats.capture_ms) == (0, 3, 0, 0)
+
+
+def test_numpy_counts_no_passes(load: Load) -> None:
+    engine = load(device="cpu")
+    engine.prefill([1])
+    assert engine.stats() == type(engine.stats())()
+    engine.close()
+    with pytest.raises(EngineError, match="closed"):
+        engine.stats()
+
+
+# What
+
+
+@WEIGHTS
+@pytest.mark.parametrize("overlap", ["auto", "off"])
+def test_a_graph_has_the_launches_and_edges_of_the_pass(
+    driver: FakeDriver, load: Load, weights: str, overlap: str
+) -> None:
+    eager: list[tuple[Any, ...]] = []
+    after: list[tuple[Any, ...]] = []  # a graph
+
+    def told(config: Any, kernel: str, arguments: int) -> tuple[Any, ...]:
+        ids = [a.id.name for a in config.attrs[: config.numAttrs]]
+        return kernel, arguments, ids, (config.gridDimX, config.gridDimY, config.gridDimZ)
+
+    engine = load(weights=weights, overlap=overlap)
+
+    def listen(found: list[tuple[Any, ...]]) -> None:
+        driver.hook = lambda name, given: (
+            found.append(told(*given[:3])) if name == "cuLaunchKernelEx" else None
+        )
+        engine.prefill([1, 2, 3])
+        driver.hook = lambda name, given: None
+
+    listen(eager)
+    engine.prefill([1, 2, 3])
+    listen(after)
+    calls = graph_of(driver)
+    captured = [told(*given[:3]) for name, given in calls if name == "cuLaunchKernelEx"]
+    assert captured == eager[: len(captured)] and len(captured) > 15
+    if weights == "fp16":
+        able = driver.attributes["COMPUTE_CAPABILITY_MAJOR"] >= 9 and overlap == "auto"
+        dependent = [DEPENDENT in ids for _, _, ids, _ in captured]
+        assert dependent == [False] + [able] * (len(captured) - 1)
+        assert len(eager) == len(captured) + 1
+        assert (DEPENDENT in eager[-1][2]) == able
+        assert [DEPENDENT in ids for _, _, ids, _ in after] == [False]
+    streams = {stream_of(name, given) for name, given in calls}
+    assert len(streams) == (2 if (weights, overlap) == ("per-layer", "auto") else 1)
+
+
+@WEIGHTS
+def test_launches_are_counted_as_if_they_were_enqueued(load: Load, weights: str) -> None:
+    counts = []
+    for graphs in ("auto", "off"):
+        engine = load(graphs=graphs, weights=weights)
+        loading = Counter(engine.launches())
+        for n, logits in ((3, "last"), (16, "all"), (1, "last")) * 3:
+            engine.prefill([1] * n, logits=logits)
+        counts.append(Counter(engine.launches()) - loading)
+    assert counts[0] == counts[1] and sum(counts[0].values()) > 100
+
+
+@pytest.mark.parametrize("logits", ["last", "all"])
+@pytest.mark.parametrize("name", ["llama-q8_0", "gemma2-q8_0"])
+def test_logits_go_where_each_result_is(
+    driver: FakeDriver, load: Load, name: str, logits: Any
+) -> None:
+    """By the product with the output matrix, and where they are capped, by that, too."""
+    engine = load(model=GOLDEN / f"tiny-{name}.gguf")
+    library = engine.model.library
+    targets: list[int] = []
+
+    def note(called: str, given: tuple[Any, ...]) -> None:
+        if called == "cuLaunchKernelEx" and driver.capture_of(called, given) is None:
+            block = ctypes.c_uint64.from_address(given[2]).value
+            spec = library[given[1]].spec
+            wanted = "x" if spec.family == "softcap" else "c"
+            (at,) = (p.offset for p in spec.params if p.name == wanted)
+            targets.append(ctypes.c_uint64.from_address(block + at).value)
+
+    engine.prefill([1, 2], logits=logits)
+    driver.hook = note
+    results = [engine.prefill([3, 4], logits=logits) for _ in range(3)]
+    capped = engine.config.logit_cap is not None
+    assert targets == [r.logits.ptr for r in results for _ in range(1 + capped)]
+    assert len(set(targets)) == 3
+
+
+def test_a_recorded_head_keeps_no_logits(driver: FakeDriver, load: Load) -> None:
+    engine = load()
+    engine.prefill([1, 2])  # makes its cache
+    before = driver.held()["arrays"]
+    for _ in range(3):
+        engine.prefill([1, 2])
+        assert driver.held()["arrays"] == before
+
+
+@pytest.mark.parametrize("spoil", ["shape", "type", "place"])
+def test_logits_that_do_not_fit_are_refused(load: Load, spoil: str) -> None:
+    engine = load()
+    model, vocab = engine.model, engine.config.vocab
+    cache = engine.new_cache(32)
+    if spoil == "place":
+        out = DeviceArray(model.device, (4 * vocab + 4,), np.uint8).view(4, (1, vocab), np.float32)
+    else:
+        shape = (1, vocab - 1) if spoil == "shape" else (1, vocab)
+        out = DeviceArray(model.device, shape, np.int32 if spoil == "type" else np.float32)
+    for _ in range(3):
+        with pytest.raises(ValueError, match=rf"logits of shape \[1, {vocab}\] do not go to"):
+            model.forward([1, 2], cache, out=out)
+        model.forward([1, 2], cache)
+
+
+def test_a_value_out_of_range_shows_in_a_replay(
+    load: Load, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = load()
+    cache = engine.new_cache(64)
+    with monkeypatch.context() as patch:
+        engine.prefill([1, 2])
+        engine.prefill([1, 2])
+        patch.setattr(LiveBlock, "overflow_site", 4)
+        with pytest.raises(NumericalError, match="layer 0: the FFN norm"):
+            engine.prefill([1, 2], cache=cache)
+        assert cache.length == 0
+    engine.prefill([1, 2], cache=cache)
+    assert cache.length == 2 and engine.stats().hits == 3
+
+
+def test_a_graph_runs_on_the_callers_stream(driver: FakeDriver, load: Load) -> None:
+    """It is captured on one of the engine's, which others cannot have work on."""
+    device = Device(0)
+    theirs = Stream(device)
+    driver.answers["cuStreamGetPriority"] = -3
+    engine = load(stream=theirs.handle)
+    seen: dict[str, Any] = {}
+    driver.hook = lambda name, given: seen.update({name: given})
+    for _ in range(2):
+        engine.prefill([1, 2])
+    assert seen["cuGraphLaunch"][1] == theirs.handle
+    assert seen["cuStreamBeginCapture"][0] != theirs.handle
+    driver.hook = lambda name, given: None
+    engine.close()
+    theirs.close()
+    device.close()
+
+
+def test_nodes_have_the_priority_of_the_stream(driver: FakeDriver) -> None:
+    device = Device(0)
+    stream = Stream(device)
+    driver.answers["cuStreamGetPriority"] = -3
+    made: list[int] = []
+    driver.hook = lambda name, given: (
+        made.append(given[1]) if name == "cuStreamCreateWithPriority" else None
+    )
+    aside = Stream(device, beside=stream)
+    flags: list[Any] = []
+    driver.hook = lambda name, given: (
+        flags.append(given[1].name) if name == "cuGraphInstantiate" else None
+    )
+    Graph(aside, lambda: None).close()
+    assert made == [-3]
+    assert flags == ["CUDA_GRAPH_INSTANTIATE_FLAG_USE_NODE_PRIORITY"]
+    for thing in (aside, stream, device):
+        thing.close()
+
+
+# How long
+
+
+def test_graphs_go_with_the_passes_that_are_dropped(
+    driver: FakeDriver, load: Load, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(decoder, "PASSES", 3)
+    engine = load()
+    for n in (1, 2, 3, 4, 5):
+        for _ in range(2):
+            engine.prefill([1] * n)
+    assert driver.held()["execs"] == engine.stats().graphs == 3
+    assert engine.stats().captures == 5
+    engine.prefill([1] * 4)  # still there
+    assert engine.stats().captures == 5
+    engine.new_cache(100)  # longer tables, at other addresses
+    assert "execs" not in driver.held() and engine.stats().graphs == 0
+    for _ in range(2):
+        engine.prefill([1] * 4)
+    assert engine.stats().captures == 6
+    engine.close()
+    assert driver.held() == {}
+
+
+def test_a_graph_that_cannot_be_destroyed_keeps_no_other(driver: FakeDriver, load: Load) -> None:
+    driver.cuDevicePrimaryCtxRetain(0)  # somebody else's, so that the context stays
+    engine = load()
+    for n in (1, 1, 2, 2):
+        engine.prefill([1] * n)
+    driver.fail["cuGraphExecDestroy"] = (0, INVALID_VALUE)
+    with pytest.raises(CudaError, match="cuGraphExecDestroy"):
+        engine.close()
+    assert driver.held() == {"execs": 1, "contexts": 1}
+
+
+# What goes wrong
+
+
+@WEIGHTS
+@pytest.mark.parametrize(
+    ("function", "calls", "code"),
+    [
+        ("cuStreamBeginCapture", 0, INVALID_VALUE), ("cuStreamEndCapture", 0, INVALID_VALUE),
+        ("cuGraphInstantiate", 0, OUT_OF_MEMORY), ("cuMemGetInfo", 1, INVALID_VALUE),
+        ("cuLaunchKernelEx", 0, INVALID_VALUE), ("cuLaunchKernelEx", 9, INVALID_VALUE),
+    ],
+)  # fmt: skip
+def test_a_pass_that_cannot_be_captured_is_enqueued(
+    driver: FakeDriver, load: Load, weights: str, function: str, calls: int, code: int,
+    caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    """It is said, counted, and not tried again; other lengths get their graphs."""
+    engine = load(weights=weights)
+    cache = engine.new_cache(64)
+    engine.prefill([1, 2])
+    driver.fail[function] = (calls, code)
+    with caplog.at_level(logging.WARNING, "pyruntime"):
+        engine.prefill([1, 2], cache=cache)
+    (record,) = caplog.records
+    assert f"{function} failed" in record.message and "without a graph" in record.message
+    assert driver.fail == {} and driver.captures == []
+    cache.length = 0
+    for _ in range(2):
+        engine.prefill([1, 2], cache=cache)
+        cache.length = 0
+    stats = engine.stats()
+    assert (stats.hits, stats.misses, stats.captures, stats.failures) == (0, 4, 0, 1)
+    for _ in range(2):
+        engine.prefill([1, 2, 3])
+    assert engine.stats().hits == 1
+    cache.close()
+    engine.close()
+    assert driver.held() == {}
+
+
+@WEIGHTS
+def test_an_interrupted_capture_leaves_an_engine_that_works(
+    driver: FakeDriver, load: Load, weights: str
+) -> None:
+    engine = load(weights=weights)
+    engine.prefill([1, 2])
+
+    def interrupt(name: str, given: tuple[Any, ...]) -> None:
+        if driver.captures and len(driver.captures[0].calls) == 12:
+            driver.hook = lambda name, given: None
+            raise KeyboardInterrupt
+
+    driver.hook = interrupt
+    with pytest.raises(KeyboardInterrupt):
+        engine.prefill([1, 2])
+    assert driver.captures == [] and not {"graphs", "execs"} & driver.held().keys()
+    engine.prefill([1, 2])
+    assert engine.stats().captures == engine.stats().hits == 1
+
+
+def test_a_context_lost_by_a_capture_is_remembered(driver: FakeDriver, load: Load) -> None:
+    engine = load()
+    engine.prefill([1, 2])
+    driver.fail["cuGraphInstantiate"] = (0, ILLEGAL_ADDRESS)
+    with pytest.raises(CudaError, match="cuGraphInstantiate"):
+        engine.prefill([1, 2])
+    with pytest.raises(EngineError, match="lost by an earlier failure: cuGraphInstantiate failed"):
+        engine.prefill([1, 2])
+
+
+def test_a_replay_that_fails_is_named_and_the_next_one_works(
+    driver: FakeDriver, load: Load
+) -> None:
+    engine = load()
+    for _ in range(2):
+        engine.prefill([1, 2])
+    cache, ran = engine.new_cache(8), engine.launches()
+    driver.fail["cuGraphLaunch"] = (0, INVALID_VALUE)
+    with pytest.raises(CudaError, match="cuGraphLaunch failed"):
+        engine.prefill([1, 2], cache=cache)
+    assert cache.length == 0 and engine.launches() == ran
+    engine.prefill([1, 2], cache=cache)
+    assert engine.stats().hits == 2 and engine.stats().misses == 1
+
+
+def test_memory_freed_in_a_capture_does_not_end_it(driver: FakeDriver, load: Load) -> None:
+    """As by the garbage collector, which comes when it likes; the fake driver wants a capture in
+    the mode that allows it."""
+    engine = load()
+    garbage = [engine.prefill([1, 2])]
+
+    def collect(name: str, given: tuple[Any, ...]) -> None:
+        if driver.captures and garbage:
+            garbage.clear()
+
+    driver.hook = collect
+    engine.prefill([1, 2])
+    assert not garbage and engine.stats().captures == 1
+
+
+def test_a_stream_that_does_not_come_back_is_no_graph(driver: FakeDriver) -> None:
+    """What the fake driver asks of captures, as a real one does."""
+    device = Device(0)
+    origin, side = Stream(device), Stream(device)
+    begun, ended, outside = (Event(device, timed=False) for _ in range(3))
+    array = DeviceArray(device, (4,), np.uint8)
+    outside.record(side)
+
+    def fork(*, back: bool) -> None:
+        begun.record(origin)
+        side.wait(begun)
+        side.fill(array.ptr, 0, 4)
+        if back:
+            ended.record(side)
+            origin.wait(ended)
+
+    with pytest.raises(CudaError, match="UNJOINED"):
+        Graph(origin, lambda: fork(back=False))
+    with pytest.raises(CudaError, match="ISOLATION"):
+        Graph(origin, lambda: origin.wait(outside))
+    Graph(origin, lambda: fork(back=True)).close()
+    for thing in (array, begun, ended, outside, origin, side, device):
+        thing.close()
+    assert driver.held() == {}
