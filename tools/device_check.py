@@ -31,7 +31,7 @@ RECORD = ROOT / "bench/results/device.json"
 SANITIZERS = ("memcheck", "racecheck", "initcheck", "synccheck")
 BENCHES = ("dequant", "gemm", "attention", "prefill")
 # They time what is short, or watch the device's free memory.
-ALONE = ("test_banks", "test_clock", "test_driver", "test_measure", "test_overlap")
+ALONE = ("test_banks", "test_clock", "test_driver", "test_graphs", "test_measure", "test_overlap")
 SIDE_BY_SIDE = 6
 BLAS_THREADS = 3  # of each: reference results are computed on the CPU
 SANITIZED = "gpu and smoke"  # the tests that run under the sanitizers

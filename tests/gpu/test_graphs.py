@@ -1,0 +1,344 @@
+"""Captured passes on a GPU: the bits of those enqueued launch by launch, and nothing else."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from collections import Counter
+from typing import Any
+
+import numpy as np
+import pytest
+from goldens import SMOLLM2, model_path
+from numpy.typing import NDArray
+
+from pyruntime import Engine
+from pyruntime.driver import api
+from pyruntime.driver.device import Device
+from pyruntime.driver.graph import Graph
+from pyruntime.driver.memory import DeviceArray
+from pyruntime.driver.program import Program
+from pyruntime.driver.stream import Stream
+from pyruntime.errors import CudaError, NumericalError
+from pyruntime.model import replay
+from pyruntime.ops.norm import norm
+
+TINY = "tiny-qwen2-q4_k_m"
+STEMS = [
+    SMOLLM2, TINY, "tiny-qwen3-q6_k", "tiny-gemma2-q8_0", "tiny-mistral-q8_0", "tiny-llama-q8_0",
+]  # fmt: skip
+PROGRAMMATIC = 1  # CU_GRAPH_DEPENDENCY_TYPE_PROGRAMMATIC
+WEIGHTS = pytest.mark.parametrize("weights", ["fp16", "per-layer"])
+
+
+def load(stem: str = TINY, **options: Any) -> Engine:
+    given = {"device": "cuda:0", "max_tokens": 256, "kv_tokens": 512, **options}
+    return Engine.load(model_path(stem), **given)
+
+
+def logits(engine: Engine, ids: Any, rows: Any = "last", **given: Any) -> NDArray[np.float32]:
+    return np.asarray(engine.prefill(ids, logits=rows, **given).logits)
+
+
+# The same bits
+
+
+@pytest.mark.parametrize("overlap", ["auto", "off"])
+@WEIGHTS
+@pytest.mark.parametrize("stem", STEMS)
+def test_replays_are_bit_equal(stem: str, weights: str, overlap: str) -> None:
+    """Other prompts of the lengths that were captured, in turn, and prompts of two passes."""
+    with (
+        load(stem, weights=weights, overlap=overlap) as engine,
+        load(stem, weights=weights, overlap=overlap, graphs="off") as eager,
+    ):
+        lengths = [n for n in (1, 250, 2, 129, 17, 64, 300) if n <= engine.config.context_length]
+        cases = [(n, rows) for n in lengths for rows in ("last", "all")]
+        random = np.random.default_rng(0)
+        for _ in range(6):
+            ids = random.integers(0, engine.config.vocab, max(lengths))
+            for n, rows in cases:
+                want, found = (logits(e, ids[:n], rows) for e in (eager, engine))
+                assert want.any() and np.array_equal(want, found), (n, rows)
+        assert engine.generate(ids[:40], 24) == eager.generate(ids[:40], 24)
+        stats = engine.stats()
+        assert stats.failures == 0 and stats.hits > 4 * stats.misses
+        assert eager.stats().captures == eager.stats().hits == 0
+
+
+@pytest.mark.parametrize("kv_dtype", ["f16", "e4m3"])
+@WEIGHTS
+def test_one_graph_serves_every_cache(weights: str, kv_dtype: str) -> None:
+    """Of any capacity, from any position on; and what lies past the rows of a pass stays."""
+    with (
+        load(weights=weights, kv_dtype=kv_dtype) as engine,
+        load(weights=weights, kv_dtype=kv_dtype, graphs="off") as eager,
+    ):
+        ids = np.random.default_rng(1).integers(0, engine.config.vocab, 200)
+        for capacity in (90, 137, 200, 200):
+            held = []
+            for each in (eager, engine):
+                cache = each.new_cache(capacity)
+                for array in cache.arrays[:2]:
+                    array.fill(0xFF)
+                for part in np.split(ids[:83], [40, 41, 42, 62]):
+                    last = logits(each, part, cache=cache)
+                held.append([last] + [np.asarray(a) for a in cache.arrays[:2]])
+                cache.close()
+            for want, found in zip(*held, strict=True):
+                assert np.array_equal(want.view(np.uint8), found.view(np.uint8))
+            free = held[1][1][:, :, 83:]
+            assert free.size and (free.view(np.uint8) == 0xFF).all()
+        assert engine.stats().hits > engine.stats().misses and engine.stats().failures == 0
+
+
+@pytest.mark.smoke
+@WEIGHTS
+def test_small_replays(weights: str) -> None:
+    with (
+        load(weights=weights, max_tokens=40, kv_tokens=40) as engine,
+        load(weights=weights, max_tokens=40, kv_tokens=40, graphs="off") as eager,
+    ):
+        ids = np.random.default_rng(2).integers(0, engine.config.vocab, 40)
+        for n, rows in ((1, "last"), (17, "all")):
+            for _ in range(3):
+                assert np.array_equal(logits(engine, ids[:n], rows), logits(eager, ids[:n], rows))
+        assert engine.stats().hits == 4
+
+
+def test_rows_of_logits_past_those_wanted_stay() -> None:
+    with load() as engine:
+        model, vocab = engine.model, engine.config.vocab
+        room = DeviceArray(model.device, (3, vocab), np.float32).fill(0xFF)
+        cache = engine.new_cache(512)
+        for _ in range(4):
+            model.forward([1, 2, 3], cache, out=room.rows(1, 2))
+        assert engine.stats().hits == 2  # of those that go on with a cache
+        values = np.asarray(room)
+        assert np.isfinite(values[1]).all() and np.isnan(values[[0, 2]]).all()
+        cache.close()
+
+
+# The same work
+
+
+@WEIGHTS
+def test_launches_are_counted(weights: str) -> None:
+    counts = []
+    for graphs in ("auto", "off"):
+        with load(weights=weights, graphs=graphs) as engine:
+            before = Counter(engine.launches())
+            for n, rows in ((3, "last"), (100, "all"), (1, "last")) * 3:
+                engine.prefill([1] * n, logits=rows)
+            counts.append(Counter(engine.launches()) - before)
+    assert counts[0] == counts[1]
+
+
+@pytest.mark.parametrize("overlap", ["auto", "off"])
+def test_launches_overlap_within_a_graph(
+    gpu: Any, monkeypatch: pytest.MonkeyPatch, overlap: str
+) -> None:
+    """Edges between kernels are programmatic where launches may overlap, and full where not."""
+    kinds: list[int] = []
+    called = api.call
+
+    def listen(name: str, *given: Any, **more: Any) -> Any:
+        if name == "cuGraphInstantiate":
+            _, _, data, count = called("cuGraphGetEdges", given[0], 4096)
+            kinds.extend(int(edge.type) for edge in data[:count])
+        return called(name, *given, **more)
+
+    monkeypatch.setattr(api, "call", listen)
+    with load(overlap=overlap) as engine:
+        for _ in range(2):
+            engine.prefill([1, 2, 3])
+        recorded = engine.model._decoder.recorded(3, every_row=False, fresh=True)
+        assert recorded.graph is not None
+        launches = recorded.body.launches
+    able = gpu.device.compute_capability >= (9, 0) and overlap == "auto"
+    expected = [PROGRAMMATIC if able and x.kernel.spec.dependent else 0 for x in launches[1:]]
+    assert sorted(kinds) == sorted(expected)
+
+
+def test_a_stream_of_the_caller(gpu: Any) -> None:
+    ids = np.arange(100) % 200
+    with load() as own:
+        want = logits(own, ids, "all")
+    with load(stream=int(gpu.stream.handle)) as engine:
+        for _ in range(4):
+            assert np.array_equal(logits(engine, ids, "all"), want)
+        assert engine.stats().hits == 3 and engine.stats().failures == 0
+
+
+# What goes wrong
+
+
+def norms(gpu: Any) -> tuple[Program, DeviceArray]:
+    """A small program, and what it writes."""
+    x = gpu.upload(np.random.default_rng(3).standard_normal((4, 64), np.float32))
+    y = gpu.empty((4, 64), np.float16)
+    program = Program()
+    for _ in range(3):
+        norm(
+            program, gpu.library, x=x, weight=gpu.upload(np.ones(64, np.float32)), y=y,
+            rows=gpu.upload(np.array([4], np.int32)), max_rows=4, eps=1e-6,
+            overflow=gpu.upload(np.array([2**31 - 1], np.int32)), site=0,
+        )  # fmt: skip
+    return program, y
+
+
+def test_memory_freed_in_a_capture_does_not_end_it(gpu: Any) -> None:
+    """As the garbage collector frees it; and the host may wait for other streams."""
+    program, y = norms(gpu)
+    gpu.run(program)
+    want = gpu.download(y)
+    aside = Stream(gpu.device, beside=gpu.stream)
+    garbage = [gpu.empty((1 << 20,), np.uint8)]
+
+    def enqueue() -> None:
+        program.enqueue(aside)
+        garbage.clear()
+        gc.collect()
+        gpu.empty((1 << 20,), np.uint8)  # filled and waited for, on another stream
+        program.enqueue(aside)
+
+    graph = Graph(aside, enqueue)
+    y.fill(0)
+    with gpu.device.current():
+        graph.launch(gpu.stream)
+        gpu.stream.synchronize()
+    assert np.array_equal(gpu.download(y), want) and want.any()
+    assert graph.nbytes >= 0
+    graph.close()
+    graph.close()
+    aside.close()
+
+
+@pytest.mark.parametrize("how", ["raises", "waits for itself"])
+def test_a_capture_that_fails_leaves_a_stream_that_works(gpu: Any, how: str) -> None:
+    program, y = norms(gpu)
+    aside = Stream(gpu.device)
+
+    def enqueue() -> None:
+        program.enqueue(aside)
+        if how == "raises":
+            raise KeyboardInterrupt
+        aside.synchronize()
+
+    with pytest.raises(KeyboardInterrupt if how == "raises" else CudaError):
+        Graph(aside, enqueue)
+    y.fill(0)
+    with gpu.device.current():
+        program.enqueue(aside)
+        aside.synchronize()
+    want = gpu.download(y)
+    graph = Graph(aside, lambda: program.enqueue(aside))
+    y.fill(0)
+    with gpu.device.current():
+        graph.launch(aside)
+        aside.synchronize()
+    assert want.any() and np.array_equal(gpu.download(y), want)
+    graph.close()
+    aside.close()
+
+
+@WEIGHTS
+def test_an_engine_whose_captures_fail_works_on(
+    monkeypatch: pytest.MonkeyPatch, weights: str
+) -> None:
+    """The driver ends the capture itself: a stream that is being captured cannot be waited for."""
+
+    class Broken(Graph):
+        def __init__(self, stream: Stream, enqueue: Any) -> None:
+            def spoilt() -> None:
+                enqueue()
+                stream.synchronize()
+
+            super().__init__(stream, spoilt)
+
+    ids = np.arange(60)
+    with load(weights=weights, graphs="off") as eager:
+        want = logits(eager, ids)
+    with load(weights=weights) as engine:
+        with monkeypatch.context() as patch:
+            patch.setattr(replay, "Graph", Broken)
+            assert all(np.array_equal(logits(engine, ids), want) for _ in range(4))
+        stats = engine.stats()
+        assert (stats.hits, stats.misses, stats.failures) == (0, 4, 1)
+        for _ in range(3):
+            logits(engine, ids[:50])
+        assert engine.stats().hits == 2
+        assert np.array_equal(logits(engine, ids), want)
+
+
+def test_another_threads_capture_is_its_own(gpu: Any) -> None:
+    """It goes on while an engine loads, captures and replays."""
+    program, y = norms(gpu)
+    gpu.run(program)
+    want = gpu.download(y)
+    ready, over = threading.Event(), threading.Event()
+    graphs: list[Graph] = []
+
+    def capture() -> None:
+        aside = Stream(gpu.device)
+
+        def enqueue() -> None:
+            program.enqueue(aside)
+            ready.set()
+            over.wait(60)
+            program.enqueue(aside)
+
+        graphs.append(Graph(aside, enqueue))
+        aside.close()
+
+    thread = threading.Thread(target=capture)
+    thread.start()
+    try:
+        assert ready.wait(60)
+        with load() as engine:
+            for _ in range(3):
+                assert np.isfinite(logits(engine, [1, 2, 3])).all()
+            assert engine.stats().hits == 2 and engine.stats().failures == 0
+    finally:
+        over.set()
+        thread.join()
+    y.fill(0)
+    with gpu.device.current():
+        graphs[0].launch(gpu.stream)
+        gpu.stream.synchronize()
+    assert np.array_equal(gpu.download(y), want)
+    graphs[0].close()
+
+
+def test_an_overflow_in_a_replay_is_named_and_the_next_call_works() -> None:
+    with load("tiny-llama-f16") as engine:
+        want = [logits(engine, [1, 2, 3]) for _ in range(3)][-1]
+        weights = engine.model._decoder._weights.layers[1]["ffn_norm"]
+        kept = np.asarray(weights)
+        weights.upload(np.full(weights.shape, 1e6))
+        with pytest.raises(NumericalError, match="layer 1: the FFN norm"):
+            engine.prefill([1, 2, 3])
+        weights.upload(kept)
+        assert np.array_equal(logits(engine, [1, 2, 3]), want)
+        assert engine.stats().misses == 1
+
+
+@WEIGHTS
+def test_longer_tables_and_closing_give_graphs_back(weights: str) -> None:
+    """Graphs hold addresses of tables that are made anew for a longer cache."""
+    device = Device(0)
+
+    def use() -> None:
+        with load(weights=weights) as engine:
+            want, *_ = (logits(engine, [1, 2, 3]) for _ in range(3))
+            engine.new_cache(1000).close()
+            assert engine.stats().graphs == 0
+            assert all(np.array_equal(logits(engine, [1, 2, 3]), want) for _ in range(3))
+            assert engine.stats().captures == 2
+
+    use()  # what the driver keeps comes with the first
+    free = device.memory()[0]
+    for _ in range(20):
+        use()
+    assert abs(device.memory()[0] - free) < 2 << 20
+    device.close()
