@@ -144,7 +144,8 @@ class Order:
             case "gemm":
                 operation.reads.append(span(given["a"]))
                 operation.reads_early.append(span(given["w"]))
-                operation.writes.append(span(given["c"]))
+                # Of rows that rotate, K and V are left out: `sequences` says where they go.
+                operation.writes.append(span(given["c" if "c" in given else "q"]))
         self.also(operation)
 
     def _add(self, stream: Hashable, name: str, late: int, early: int | None = None) -> Operation:
