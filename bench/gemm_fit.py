@@ -24,7 +24,7 @@ MISS = 1.01  # choices from here on are listed
 # fit: steps of a constant, as factors; how sharply a choice follows the costs; what an error of a
 # predicted time weighs beside a time lost (squares of logarithms).
 STEPS = (1.3, 1.12, 1.05, 1.02)
-SHARPNESS, PREDICTED = 0.006, 0.02
+SHARPNESS, PREDICTED = 0.008, 0.5
 
 
 class Limits(NamedTuple):
@@ -52,9 +52,10 @@ class Measured(NamedTuple):
 
 
 def measured(record: Mapping[str, Any]) -> Iterator[Measured]:
-    """A record's cases. Rows that were timed once stand by that time.
+    """A record's cases, without the rows that the record says have been removed from the table.
 
-    It is taken in proportion to that of the row which was the best when all were timed once.
+    Rows that were timed once stand by that time, in proportion to that of the row which was the
+    best when all were timed once.
     """
     limits = Limits(**record["limits"])
     kernels = {
@@ -68,15 +69,16 @@ def measured(record: Mapping[str, Any]) -> Iterator[Measured]:
         quick, again = figure["quick"], figure["ms"]
         first = min(quick, key=quick.__getitem__)
         scale = statistics.median(again[first]) / quick[first]
+        names = [name for name in quick if name not in record.get("removed", ())]
         ms = [
             statistics.median(again[name]) if name in again else scale * quick[name]
-            for name in quick
+            for name in names
         ]
         yield Measured(
             Case(*figure["case"]),
-            [kernels[name] for name in quick],
+            [kernels[name] for name in names],
             np.array(ms),
-            np.array([name in again for name in quick]),
+            np.array([name in again for name in names]),
             limits,
         )
 
@@ -244,7 +246,7 @@ def _loss(figures: Sequence[Measured]) -> float:
         cost, ms = np.log(costs[fits]), ms[fits]
         weights = np.exp((cost.min() - cost) / SHARPNESS)
         mean = float(weights @ ms / weights.sum())
-        lost.append(mean + 5 * mean * mean)  # a large miss is worse than several small ones
+        lost.append(mean + 8 * mean * mean)  # a large miss is worse than several small ones
         off = cost - np.log(figure.ms[fits])
         near = np.exp(-ms / 0.1)  # predictions of slow rows need not be right
         apart.append((off, near))

@@ -1,48 +1,56 @@
 """Which row of the GEMM table for a product: cost models in cycles of a multiprocessor.
 
-Nothing is timed, so the choice is the same in every process. The constants were set by hand on an
-H200, for the four products of a Qwen2.5-7B layer; how far a choice is from the best row there is
-in bench/results/device.json (bench/gemm.py). bench/gemm_choice.py times and fits them.
+Nothing is timed, so the choice is the same in every process. The constants are fitted to what all
+rows took on an H200 for 240 products of nine models, bench/results/gemm-fit.json;
+`bench/gemm_choice.py --fit` searches on from them. IDLE_WARPS and SHARED_START were set by hand.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 from pyruntime.cubin.spec import KernelSpec
 from pyruntime.driver.library import Kernel
 from pyruntime.errors import CubinError
 
+# Cycles are of 1.98 GHz, at which short launches run. A launch costs, besides its main loops:
+LAUNCH = {"mma": 4440.0, "wgmma": 4890.0, "stream": 3700.0}
+# Bytes a cycle that come from device memory, for each multiprocessor of the device.
+MEMORY_BYTES = {"mma": 19.0, "wgmma": 15.9, "stream": 18.3}
+
 # mma.sync.
-MACS = 1200.0  # fp16 multiply-adds of a multiprocessor in a cycle with enough warps at work
-L2_BYTES = 40.0  # what L2 delivers to it in a cycle
-LATENCY = 1200.0  # cycles until a copy from device memory arrives
-START = 3000.0  # of a tile outside its main loop: first copies, stores
+MACS = 1320.0  # fp16 multiply-adds of a multiprocessor in a cycle with enough warps at work
 IDLE_WARPS = 2.0  # w warps keep the tensor cores busy w / (w + this) of the time
+PORT_BYTES = 63.4  # what a multiprocessor takes in in a cycle
+LATENCY = 1750.0  # cycles until a copy from device memory arrives
+AGAIN = 865.0  # of each wave of blocks but the first: first copies, stores
 
 # wgmma.
-WGMMA_COLUMN = 4.43  # per column of a tile and slot of k
-TMA_BYTES = {1: 50.0, 2: 53.0}  # a cycle from L2, by the blocks that share the slot of W
-SHARED_START = 1500.0  # cluster barriers at both ends of a launch
-EXCHANGE, EXCHANGED_COLUMN = 700.0, 64.0  # per further rank of a split; its columns are divided
-# Between tiles, per column. Not measured: f16 and geglu count as swiglu, and qkv as f32.
+WGMMA_COLUMN = 5.27  # per column of a tile and slot of k
+L2_BYTES = 48.5  # a cycle from L2 into each multiprocessor, if all are at work
+SHARED_START = 3200.0  # of a launch in which blocks share W
+EXCHANGE, EXCHANGED_COLUMN = 680.0, 37.6  # per further rank of a split; its columns are divided
+# Between tiles, per column. f16, not measured, and geglu, of seven cases, count as swiglu; qkv, not
+# measured, as f32.
 STORED_COLUMN = {
-    "f32": 12.0, "f16": 10.0, "add": 20.0, "swiglu": 10.0, "geglu": 10.0, "qkv": 12.0,
+    "f32": 11.4, "f16": 10.1, "add": 14.9, "swiglu": 10.1, "geglu": 10.1, "qkv": 11.4,
 }  # fmt: skip
-
-# stream: set by reasoning. Most of a launch's fixed cost passes while W is on its way.
-STREAM_LAUNCH = 2800.0  # a launch besides its copies
-STREAM_EXCHANGE = 700.0  # per further rank of a split
-STREAM_BYTES = 50.0  # a cycle, of W and A into one multiprocessor
-
-# All.
-LAUNCH = 7000.0  # a launch besides its main loops
-MEMORY_BYTES = 16.4  # a cycle from device memory, for each multiprocessor of the device
 # To and from C, per product's column.
 OUTPUT_BYTES = {"f32": 4, "f16": 2, "add": 8, "swiglu": 1, "geglu": 1, "qkv": 2}
-MEMORY_START = 0.6  # the part of a launch's fixed cost during which memory is idle, too
-OVERLAP = 4.0  # work and memory hide each other as the norm of this order: not perfectly
+
+# stream.
+ALONE_BYTES = 71.2  # a cycle, of W into a multiprocessor whose neighbour is idle
+BESIDE_BYTES = 38.3  # the same if both are at work: they share a port
+STREAM_INSTRUCTION = 28.7  # one wgmma after the other; each has 16 columns of k
+STREAM_A_BYTES = 250.0  # a cycle, of A: from L2, mostly while W is awaited
+STREAM_ROW = 18.0  # per row of a tile: what is stored
+STREAM_CLUSTER, STREAM_EXCHANGED = 727.0, 0.335  # of a split; per element and further rank
+
+# What goes on at the same time hides each other as the norm of these orders: not perfectly.
+WAITS = 2  # of copies, products and memory in stream and mma.sync rows
+STEPS = 6  # of products and L2 in a step of wgmma
+OVERLAP = 4  # of the work of a wgmma row and memory
 
 
 class Limits(Protocol):
@@ -79,13 +87,9 @@ def costs(kernels: Iterable[Kernel], m: int, n: int, k: int, device: Limits) -> 
     """
     found = {}
     for row in kernels:
-        tile = row.spec.tile
-        if (work := _WORK[str(tile["engine"])](row, m, n, k, device)) is None:
-            continue
-        moved = 2 * k * (n + m) + OUTPUT_BYTES[str(tile["epilogue"])] * m * n
-        memory = moved / (MEMORY_BYTES * device.sm_count) + MEMORY_START * work.once
-        cycles = work.once + work.cycles
-        found[row] = float((cycles**OVERLAP + memory**OVERLAP) ** (1 / OVERLAP))
+        cost = _COSTS[str(row.spec.tile["engine"])](row, m, n, k, device)
+        if cost is not None:
+            found[row] = float(cost)
     return found
 
 
@@ -100,65 +104,85 @@ def at_once(kernel: Kernel, device: Limits) -> int:
     return kernel.clusters or device.sm_count
 
 
-class _Work(NamedTuple):
-    """Of the multiprocessor that has the most to do.
-
-    Attributes:
-        cycles: in its tiles, if memory were no limit.
-        once: outside of them.
-    """
-
-    cycles: float
-    once: float
+def _together(order: int, *cycles: float) -> float:
+    """How long what hides each other takes."""
+    return float(sum(x**order for x in cycles) ** (1 / order))
 
 
-def _wgmma(kernel: Kernel, m: int, n: int, k: int, device: Limits) -> _Work:
+def _waves(count: int, most: int) -> list[tuple[int, int]]:
+    """How many waves of how many units, of which the device holds `most`: full ones, the rest."""
+    full, rest = divmod(count, most)
+    return [wave for wave in ((full, most), (1, rest)) if all(wave)]
+
+
+def _wgmma(kernel: Kernel, m: int, n: int, k: int, device: Limits) -> float:
     tile = kernel.spec.tile
     bm, bn, bk, share, split = (int(tile[name]) for name in ("bm", "bn", "bk", "share", "split"))
-    waves = -(-units(kernel.spec, m, n) // at_once(kernel, device))
+    epilogue = str(tile["epilogue"])
     steps = -(-k // (bk * split))
-    step = max(WGMMA_COLUMN * bn, (bm + bn) * 2 * bk / TMA_BYTES[share])
-    once = LAUNCH + (split - 1) * (EXCHANGE + EXCHANGED_COLUMN * bn / split)
+    work, waves = 0.0, 0
+    for count, clusters in _waves(units(kernel.spec, m, n), at_once(kernel, device)):
+        busy = clusters * share * split / device.sm_count  # they share what L2 delivers
+        copied = busy * (bm + bn / share) * 2 * bk / L2_BYTES
+        step = _together(STEPS, WGMMA_COLUMN * bn, copied)
+        work += count * (steps * step + STORED_COLUMN[epilogue] * bn)
+        waves += count
+    once = LAUNCH["wgmma"] + (split - 1) * (EXCHANGE + EXCHANGED_COLUMN * bn / split)
     once += SHARED_START if share > 1 else 0
     # A grid with split is not persistent: each wave starts anew.
-    again = (waves - 1) * once if split > 1 else 0
-    stored = STORED_COLUMN[str(tile["epilogue"])] * bn
-    return _Work(waves * (steps * step + stored) + again, once)
+    work += (waves - 1) * once if split > 1 else 0
+    moved = 2 * k * (n + m) + OUTPUT_BYTES[epilogue] * m * n
+    memory = moved / (MEMORY_BYTES["wgmma"] * device.sm_count)
+    return once + _together(OVERLAP, work, memory)
 
 
-def _stream(kernel: Kernel, m: int, n: int, k: int, device: Limits) -> _Work | None:
+def _stream(kernel: Kernel, m: int, n: int, k: int, device: Limits) -> float | None:
     tile = kernel.spec.tile
     bm, bn, bk, boxes, split = (int(tile[name]) for name in ("bm", "bn", "bk", "boxes", "split"))
     if m > bm:
         return None
-    waves = -(-units(kernel.spec, m, n) // at_once(kernel, device))
-    steps = -(-k // (bk * boxes * split))
-    copying = steps * boxes * (bm + bn) * 2 * bk / STREAM_BYTES
-    once = STREAM_LAUNCH + (split - 1) * STREAM_EXCHANGE
+    depth = bk * boxes
+    steps = -(-k // (depth * split))
+    most = at_once(kernel, device)
+    work, waves = 0.0, 0
+    for count, clusters in _waves(units(kernel.spec, m, n), most):
+        w_bytes = bn * depth * 2
+        copied = w_bytes / (BESIDE_BYTES if clusters > most / 2 else ALONE_BYTES)
+        memory = clusters * split * w_bytes / (MEMORY_BYTES["stream"] * device.sm_count)
+        step = _together(WAITS, copied, memory, STREAM_INSTRUCTION * depth / 16)
+        step += bm * depth * 2 / STREAM_A_BYTES
+        work += count * (steps * step + STREAM_ROW * bm)
+        waves += count
+    if split == 1:
+        return LAUNCH["stream"] + work
     # A grid with split is not persistent: each wave starts anew.
-    again = (waves - 1) * once if split > 1 else 0
-    return _Work(waves * copying + again, once)
+    exchanged = STREAM_CLUSTER + (split - 1) * STREAM_EXCHANGED * bm * bn / split
+    return work + waves * (LAUNCH["stream"] + exchanged)
 
 
-def _mma(kernel: Kernel, m: int, n: int, k: int, device: Limits) -> _Work | None:
+def _mma(kernel: Kernel, m: int, n: int, k: int, device: Limits) -> float | None:
     spec = kernel.spec
     resident = min(spec.min_blocks, device.smem_per_sm // (spec.smem_bytes + device.smem_reserved))
     if not resident:
         return None
     bm, bn, bk, stages = (int(spec.tile[name]) for name in ("bm", "bn", "bk", "stages"))
-    tiles = -(-units(spec, m, n) // device.sm_count)
-    together = min(tiles, resident)
-    warps = together * spec.threads // 32
-    column_bytes = 2 * (min(bm, m) + bn)  # copied per column of k; rows past m are not
-    on_their_way = together * (stages - 1) * bk * column_bytes
-    copying = column_bytes / min(L2_BYTES, on_their_way / LATENCY)
-    computing = bm * bn / MACS * (warps + IDLE_WARPS) / warps
-    # A second resident block computes while the first starts and stores.
-    starts = START * ((tiles if resident == 1 else 1) - 1)
-    return _Work(tiles * k * max(copying, computing) + starts, LAUNCH)
+    most = resident * device.sm_count
+    work, waves = 0.0, 0  # cycles per column of k
+    for count, blocks in _waves(units(spec, m, n), most):
+        # If more than half of what fits, they meet the launch before, and lie unevenly.
+        together = resident if blocks > most / 2 else -(-blocks // device.sm_count)
+        warps = together * spec.threads // 32
+        # Rows past m are not copied. Tiles one above the other read W from memory once.
+        copying = together * 2 * (min(bm, m) + bn) / PORT_BYTES
+        memory = blocks * 2 * bn / -(-m // bm) / (MEMORY_BYTES["mma"] * device.sm_count)
+        computing = together * bm * bn / MACS * (warps + IDLE_WARPS) / warps
+        waiting = LATENCY / ((stages - 1) * bk)
+        work += count * _together(WAITS, copying, memory, computing, waiting)
+        waves += count
+    return LAUNCH["mma"] + work * k + (waves - 1) * AGAIN
 
 
-_WORK: dict[str, Callable[[Kernel, int, int, int, Limits], _Work | None]] = {
+_COSTS: dict[str, Callable[[Kernel, int, int, int, Limits], float | None]] = {
     "mma": _mma,
     "wgmma": _wgmma,
     "stream": _stream,

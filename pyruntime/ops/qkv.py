@@ -21,7 +21,9 @@ from pyruntime.ops.gemm_choice import MEMORY_BYTES, costs
 from pyruntime.ops.rope import GROUP, check_paired, check_rotary, rope
 
 MOST_ALIKE = 4
-ROPE_LAUNCH = 2800.0  # cycles of a launch of rope besides what it moves: as one of a stream GEMM
+# Cycles of a launch of rope besides what it moves: less than of a stream GEMM, which fills and
+# empties its pipeline, too. Set by hand.
+ROPE_LAUNCH = 2800.0
 
 
 def alike_heads(
@@ -73,7 +75,7 @@ def rotating(library: Library, m: int, n: int, k: int) -> Kernel | None:
         costs((x for x in rows if x.spec.tile["epilogue"] == epilogue), m, n, k, device)
         for epilogue in ("qkv", "f32")
     )
-    moved = (4 + 2) * m * n / (MEMORY_BYTES * device.sm_count)
+    moved = (4 + 2) * m * n / (MEMORY_BYTES["stream"] * device.sm_count)
     if not one or min(one.values()) > min(two.values()) + ROPE_LAUNCH + moved:
         return None
     return choice(library, "qkv", m, n, k)

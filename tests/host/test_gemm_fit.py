@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import timed_driver
 
-from pyruntime.cubin.installed import manifest
+from pyruntime.cubin.installed import manifest, root
+from pyruntime.cubin.spec import read_specs
 from pyruntime.measure.records import load_record, save_record
 from pyruntime.ops import gemm_choice
 
@@ -107,7 +108,7 @@ def test_a_fit_finds_constants(bench: Bench, record: Any, monkeypatch: pytest.Mo
     fitting, shapes = bench("gemm_fit"), bench("gemm_shapes")
     chosen = shapes.cases("fit")[:60]
     before = {str(x): x.get() for x in fitting.constants()}
-    assert {"LAUNCH", "TMA_BYTES[2]", "STORED_COLUMN['add']"} <= set(before)
+    assert {"L2_BYTES", "LAUNCH['wgmma']", "STORED_COLUMN['add']"} <= set(before)
     figures = [
         {"case": case, "quick": dict.fromkeys(record["rows"], 1.0), "ms": {}} for case in chosen
     ]
@@ -119,7 +120,7 @@ def test_a_fit_finds_constants(bench: Bench, record: Any, monkeypatch: pytest.Mo
         figure["ms"] = {x: [1.0] for x in figure["quick"]}
     made_up = record | {"cases": figures}
     with monkeypatch.context() as patch:
-        patch.setattr(gemm_choice, "LAUNCH", 2 * gemm_choice.LAUNCH)
+        patch.setitem(gemm_choice.LAUNCH, "wgmma", 2 * gemm_choice.LAUNCH["wgmma"])
         patch.setattr(gemm_choice, "WGMMA_COLUMN", 1.5 * gemm_choice.WGMMA_COLUMN)
         for figure, measured in zip(figures, fitting.measured(made_up), strict=True):
             costs = measured.costs()
@@ -138,6 +139,35 @@ def test_a_fit_finds_constants(bench: Bench, record: Any, monkeypatch: pytest.Mo
             monkeypatch.setitem(owner, constant.key, found[str(constant)])
     again = [x.lost for x in fitting.verdicts(made_up)]
     assert max(again) < 1.02
+
+
+def test_removed_rows_are_left_out(bench: Bench, record: Any) -> None:
+    """Also if the times of others stand in proportion to theirs."""
+    fitting = bench("gemm_fit")
+    before = list(fitting.measured(record))
+    gone = {x.best for x in fitting.verdicts(record)}
+    for was, now in zip(before, fitting.measured(record | {"removed": sorted(gone)}), strict=True):
+        kept = [i for i, row in enumerate(was.rows) if row.name not in gone]
+        assert 0 < len(kept) < len(was.rows)
+        assert [row.name for row in now.rows] == [was.rows[i].name for i in kept]
+        assert now.ms.tolist() == was.ms[kept].tolist()
+
+
+RECORD = Path(__file__).parents[2] / "bench/results/gemm-fit.json"
+
+
+def test_the_record_that_constants_are_fitted_to(bench: Bench) -> None:
+    """Today's choices lose little there, and what it says has been removed is not in the table."""
+    if "90a" not in manifest()["architectures"]:
+        pytest.skip("no cubins for sm_90a are installed")
+    record = load_record(RECORD, "gemm-choice")
+    assert bench("gemm_fit").judge(record)[1]
+    table = {
+        name
+        for family in ("gemm", "gemm_wgmma", "gemm_stream")
+        for name in read_specs((root() / f"sm_90a/{family}.cubin").read_bytes(), family)
+    }
+    assert set(record["rows"]) - table == set(record["removed"])
 
 
 def test_commands(bench: Bench, capsys: Any) -> None:
