@@ -35,7 +35,7 @@ SHAPES = {  # name: (epilogue, n, k)
     "gate_up": ("swiglu", 37888, 3584),
     "down": ("add", 3584, 18944),
 }
-LENGTHS = (1, 16, 64, 128, 512, 2048, 4096, 8192)
+LENGTHS = (1, 64, 512, 4096)
 ROUNDS, LAUNCHES = 7, 10
 ROTATED = 256 << 20  # bytes of weights
 HEADS, KV_HEADS, HEAD_DIM, ALIKE = 28, 4, 128, 4  # of qkv

@@ -392,13 +392,17 @@ def test_a_channel_of_1e5_before_ffn_down(tmp_path: Path) -> None:
     """What SwiGLU gives is beyond fp16 and fits divided by 32: logits as with float32 weights."""
     path = write_outlier_model(tmp_path / "m.gguf")
     with GGUFFile.open(path) as file:
-        exact = ReferenceModel(file, ModelConfig.from_gguf(file))
+        exact, ideal = (
+            ReferenceModel(file, ModelConfig.from_gguf(file), precision=precision)
+            for precision in ("f32", "fp16")
+        )
     ids = np.random.default_rng(0).integers(0, exact.config.vocab, 100)
-    truth = exact.forward(ids, exact.new_cache(len(ids)), logits="all")
+    truth, rounded = (m.forward(ids, m.new_cache(len(ids)), logits="all") for m in (exact, ideal))
     with Engine.load(path, device="cuda:0", max_tokens=128) as engine:
         logits = np.asarray(engine.prefill(ids, logits="all").logits)
         stored = np.asarray(engine.model._decoder.activations["swiglu"])[: len(ids)]
     largest = np.abs(stored.astype(np.float32)).max() / DOWN_SCALE
     assert 1e5 < largest < 65504 / DOWN_SCALE
-    # NumPy's fp16 mode is off by 0.015.
-    assert np.abs(logits - truth).max() < 0.03
+    # Pooled: the largest error alone scatters between 0.014 and 0.034 where NumPy's fp16 mode
+    # rounds after a change of 3e-6.
+    assert np.linalg.norm(logits - truth) < 2 * np.linalg.norm(rounded - truth)
