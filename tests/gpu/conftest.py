@@ -17,6 +17,7 @@ from pyruntime.driver.program import Program
 from pyruntime.driver.stream import Stream
 from pyruntime.errors import DriverNotFoundError
 from pyruntime.measure.series import REGIMES, Regime
+from pyruntime.model.decoder import Decoder
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -29,6 +30,21 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def short_rests(monkeypatch: pytest.MonkeyPatch) -> None:
     """Series that are not about speed need no cool GPU."""
     monkeypatch.setitem(REGIMES, "burst", Regime(rest=0.01, warm_up=0.1))
+
+
+@pytest.fixture(autouse=True)
+def poisoned_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Engines start with NaN where attention will write.
+
+    Without a first write initcheck takes that memory for uninitialised: it sees no TMA store.
+    """
+    made = Decoder.__init__
+
+    def make(self: Decoder, *args: Any, **more: Any) -> None:
+        made(self, *args, **more)
+        self.activations["attended"].fill(0xFF)
+
+    monkeypatch.setattr(Decoder, "__init__", make)
 
 
 class Gpu:
