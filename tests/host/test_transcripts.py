@@ -18,7 +18,7 @@ BLOCK = re.compile(r"^```\n(.*?)^```", re.MULTILINE | re.DOTALL)
 COMMAND = re.compile(r"^\$ pyruntime (.*)\n((?:(?!\$ ).*\n)*)", re.MULTILINE)
 TRANSCRIPTS = [
     pytest.param(*found, id=f"{page}: {found[0]}")
-    for page in ("inspection.md", "attention.md")
+    for page in ("inspection.md", "attention.md", "performance.md")
     for block in BLOCK.findall((ROOT / "docs" / page).read_text())
     for found in COMMAND.findall(block)
 ]
