@@ -112,7 +112,7 @@ def _normal(device: Device, count: int) -> DeviceArray:
 
 
 def measure(args: argparse.Namespace, chosen: list[Case]) -> dict[str, Any]:
-    """Runs the cases; the record is written at the end, and when a tenth of them is done."""
+    """Runs the cases; the record is written after each tenth of them, and at the end."""
     device = Device(0)
     library, stream = Library(device), Stream(device)
     rows = library.family("gemm")
