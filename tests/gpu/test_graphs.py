@@ -208,7 +208,6 @@ def test_memory_freed_in_a_capture_does_not_end_it(gpu: Any) -> None:
         graph.launch(gpu.stream)
         gpu.stream.synchronize()
     assert np.array_equal(gpu.download(y), want) and want.any()
-    assert graph.nbytes >= 0
     graph.close()
     graph.close()
     aside.close()
