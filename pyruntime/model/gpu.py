@@ -255,8 +255,7 @@ class GpuModel:
             EngineError: closed, forked, or lost.
         """
         tokens = check_tokens(ids, self.config.vocab)
-        self._check_room(len(tokens), cache)
-        rows, start = len(tokens), cache.length
+        rows = len(tokens)
         wanted = np.arange(rows if logits == "all" else 1, dtype=np.int32)
         if logits == "last":
             wanted += rows - 1
@@ -267,6 +266,8 @@ class GpuModel:
                 "float32 of that shape and 16-byte aligned"
             )
         with self._entry():
+            self._check_room(rows, cache)  # here: another thread's call may have filled it
+            start = cache.length
             if out is None:
                 out = DeviceArray(self.device, shape, np.float32, what="logits")
             try:
@@ -308,8 +309,8 @@ class GpuModel:
                 "two streams"
             )
         tokens = check_tokens(ids, self.config.vocab)
-        self._check_room(len(tokens), cache)
         with self._entry(), self.device.current():
+            self._check_room(len(tokens), cache)
             out = self._logits_row()
             launches = self._launches(len(tokens), out, fresh=not cache.length)
             self._upload(tokens, cache, np.array([len(tokens) - 1], np.int32))

@@ -8,6 +8,7 @@ import shutil
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import numpy as np
@@ -220,6 +221,30 @@ def test_a_pass_overlaps_from_its_second_launch_on(
 
 
 # Failures in use
+
+
+def test_a_cache_that_another_thread_is_filling_is_full_then(
+    driver: FakeDriver, load: Load
+) -> None:
+    engine = load()
+    cache, refused = engine.new_cache(10), list[str]()
+
+    def second() -> None:
+        with pytest.raises(ValueError) as error:
+            engine.model.forward([1] * 8, cache)
+        refused.append(str(error.value))
+
+    thread = Thread(target=second)
+
+    def begin() -> None:
+        if thread.ident is None:
+            thread.start()
+
+    driver.hook = on_call("cuLaunchKernelEx", begin)
+    engine.model.forward([1] * 8, cache)
+    thread.join()
+    assert refused == ["8 tokens after 8 exceed the cache's 10 positions"]
+    assert cache.length == 8
 
 
 def test_a_lost_context_is_remembered_wherever_it_shows(driver: FakeDriver, load: Load) -> None:
