@@ -14,7 +14,7 @@ import os
 import sys
 
 from pyruntime import __version__
-from pyruntime.errors import PyruntimeError
+from pyruntime.errors import PyruntimeError, reason
 
 COMMANDS = {
     "prefill": ("pyruntime.commands.prefill", "run a prompt and show the likeliest next tokens"),
@@ -89,8 +89,11 @@ def _failed(name: str, error: Exception, code: int) -> int:
     command = f"pyruntime {name}".rstrip()
     if isinstance(error, ImportError):
         error = ImportError(f"{error}; is the package installed? ('pip install .')")
+    text = str(error)
+    if isinstance(error, OSError) and error.filename is not None:
+        text = f"{error.filename}: {reason(error)}"
     with contextlib.suppress(OSError, AttributeError):  # no stderr to say it on
-        print(f"{command}: {error}", file=sys.stderr)
+        print(f"{command}: {text}", file=sys.stderr)
     logging.getLogger("pyruntime").debug("traceback", exc_info=error)
     return code
 

@@ -7,6 +7,11 @@ All derive from `PyruntimeError`; `exit_code` is what the command line returns f
 from __future__ import annotations
 
 
+def reason(error: BaseException) -> str:
+    """What went wrong, without the error number and the file's name that an OSError's text has."""
+    return getattr(error, "strerror", None) or str(error)
+
+
 class PyruntimeError(Exception):
     """Base of all errors raised by this package."""
 

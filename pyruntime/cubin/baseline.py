@@ -10,7 +10,7 @@ from typing import Any
 
 from pyruntime.cubin.facts import CubinFacts
 from pyruntime.cubin.records import kernel_record, kernels_of
-from pyruntime.errors import InputError
+from pyruntime.errors import InputError, reason
 
 SCHEMA = "pyruntime.resources/1"
 # What must not grow.
@@ -54,7 +54,7 @@ def read_baseline(path: Path) -> Baseline:
     try:
         record = tomllib.loads(path.read_text())
     except (OSError, ValueError) as error:
-        raise InputError(f"{path}: {error}") from None
+        raise InputError(f"{path}: {reason(error)}") from None
     if record.pop("schema", None) != SCHEMA:
         raise InputError(f"{path}: no schema = {SCHEMA!r}")
     for key, figures in record.items():

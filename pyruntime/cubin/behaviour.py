@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pyruntime.errors import InputError
+from pyruntime.errors import InputError, reason
 
 SCHEMA = "pyruntime.behaviour/1"
 # Fractions, as are all that begin with stall_; then counts.
@@ -78,7 +78,7 @@ def read_behaviour(path: Path) -> Behaviour:
     try:
         record = json.loads(path.read_text())
     except (OSError, ValueError, RecursionError) as error:
-        raise InputError(f"{path}: {error}") from None
+        raise InputError(f"{path}: {reason(error)}") from None
     if not isinstance(record, dict) or record.get("schema") != SCHEMA:
         raise InputError(f"{path}: no schema = {SCHEMA!r}")
     if unknown := record.keys() - _KEYS:

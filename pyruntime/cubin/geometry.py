@@ -19,7 +19,7 @@ from typing import Any
 from pyruntime.cubin.expression import Formula
 from pyruntime.cubin.ledger import Ledger
 from pyruntime.cubin.spec import Plane
-from pyruntime.errors import InputError
+from pyruntime.errors import InputError, reason
 
 SCHEMA = "pyruntime.geometry/1"
 _MOST_COMBINATIONS = 100_000
@@ -149,7 +149,7 @@ def read_geometry(path: Path) -> Geometry:
     try:
         record = tomllib.loads(path.read_text())
     except (OSError, ValueError) as error:
-        raise InputError(f"{path}: {error}") from None
+        raise InputError(f"{path}: {reason(error)}") from None
     if record.get("schema") != SCHEMA:
         raise InputError(f"{path}: no schema = {SCHEMA!r}")
     try:

@@ -6,7 +6,7 @@ import os
 import stat
 from pathlib import Path
 
-from pyruntime.errors import GGUFError
+from pyruntime.errors import GGUFError, reason
 
 _PATH_SHOWN = 1000
 _NAME_SHOWN = 200
@@ -31,7 +31,7 @@ class Source:
             self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
             status = os.fstat(self._fd)
         except (OSError, ValueError) as error:  # ValueError: a NUL in the path
-            raise self.error(f"cannot be opened: {_reason(error)}") from error
+            raise self.error(f"cannot be opened: {reason(error)}") from error
         if not stat.S_ISREG(status.st_mode):
             self.close()
             kind = "a directory" if stat.S_ISDIR(status.st_mode) else "a pipe, socket or device"
@@ -55,7 +55,7 @@ class Source:
             try:
                 count = os.preadv(self._fd, [out[done:]], offset + done)
             except OSError as error:
-                problem = f"cannot be read: {_reason(error)}"
+                problem = f"cannot be read: {reason(error)}"
                 raise self.error(problem, offset + done, item) from error
             if count == 0:
                 problem = (
@@ -69,7 +69,3 @@ class Source:
         fd, self._fd = self._fd, -1
         if fd >= 0:
             os.close(fd)
-
-
-def _reason(error: Exception) -> str:
-    return getattr(error, "strerror", None) or str(error)

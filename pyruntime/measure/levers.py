@@ -13,7 +13,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from pyruntime.errors import InputError
+from pyruntime.errors import InputError, reason
 
 SCHEMA = "pyruntime.levers/1"
 STATUSES = ("LANDED", "REVERTED", "MEASURED-ONLY", "CLOSED")
@@ -94,7 +94,7 @@ def read_levers(path: Path) -> list[Lever]:
     try:
         record = tomllib.loads(path.read_text())
     except (OSError, ValueError) as error:
-        raise InputError(f"{path}: {error}") from None
+        raise InputError(f"{path}: {reason(error)}") from None
     if record.get("schema") != SCHEMA:
         raise InputError(f"{path}: no schema = {SCHEMA!r}")
     levers = [

@@ -13,7 +13,7 @@ from typing import Any
 from pyruntime.cubin.installed import cubins_for, installed_code
 from pyruntime.driver.device import Device, driver_version
 from pyruntime.driver.program import Launch
-from pyruntime.errors import InputError
+from pyruntime.errors import InputError, reason
 
 
 def identity(device: Device, launches: Iterable[Launch], commit: str | None) -> dict[str, Any]:
@@ -82,7 +82,7 @@ def load_record(path: Path, kind: str) -> dict[str, Any]:
     try:
         record = json.loads(path.read_text())
     except (OSError, ValueError) as error:
-        raise InputError(f"{path}: {error}") from None
+        raise InputError(f"{path}: {reason(error)}") from None
     if not isinstance(record, dict) or record.get("schema") != schema:
         raise InputError(f"{path}: no {schema} record")
     return record

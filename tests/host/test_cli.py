@@ -240,6 +240,23 @@ def test_a_log_level_that_is_none(level: str) -> None:
     assert done.stderr.count("\n") == 1
 
 
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("prefill", MODEL, "--file"),
+        ("gate", "--baseline"),
+        ("ledger", "--geometry"),
+        ("lever", "price", "--levers"),
+        ("wall", "--from"),
+    ],
+)
+def test_a_missing_file_is_named_once(arguments: tuple[str, ...], tmp_path: Path) -> None:
+    missing = str(tmp_path / "missing")
+    done = run(*arguments, missing)
+    said = f"pyruntime {arguments[0]}: {missing}: No such file or directory\n"
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", said)
+
+
 def test_an_empty_log_level_is_the_usual_one() -> None:
     done = run("info", MODEL, PYRUNTIME_LOG="")
     assert done.returncode == 0 and done.stderr == ""
