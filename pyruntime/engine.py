@@ -151,7 +151,8 @@ class Engine:
                 each position, in about half the memory and of less accuracy (docs/kv-cache.md).
             graphs: "auto" captures a pass into a CUDA graph when its length is met for the second
                 time, and replays it from then on: less work for the host, which short prompts wait
-                for; "off" does not. The same bits. `stats` tells how passes were run.
+                for; "off" does not. The same bits. `stats` tells how passes were run. NumPy ignores
+                this and `overlap`.
             exact: "fast"; other values are refused until they exist.
             overlap: "auto" lets a kernel start under the tail of the one before where the GPU can
                 (sm_90 and newer); "off" does not, for measuring and debugging. The same bits.
@@ -247,7 +248,7 @@ class Engine:
         Args:
             memory: free device memory in bytes.
 
-        Raises: as `load` does for the file, the device and the other options.
+        Raises: as `load` does for the file and the options; for the device, where it is asked.
         """
         check_options(weights, attention, kv_dtype, graphs, overlap, exact)
         from pyruntime.hub import resolve
