@@ -81,9 +81,9 @@ def test_a_file_that_shrinks_during_its_load(
 
 
 def test_the_first_failure_of_a_load_is_the_one_reported(driver: FakeDriver, load: Load) -> None:
-    """Not one of freeing. Another reader's copy may fail before the launch that lost it."""
+    """Not one of giving up. Which of the threads meets the lost context first is left to chance."""
     driver.hook = on_call("cuLaunchKernelEx", lambda: setattr(driver, "lost", ILLEGAL_ADDRESS))
-    first = r"cuLaunchKernelEx failed: .*kernel dequant|cuMemcpyHtoDAsync\w* failed"
+    first = r"^cu(LaunchKernelEx|Memcpy\w+|MemAlloc|MemHostAlloc|Stream\w+) failed: .*700"
     with pytest.raises(CudaError, match=first):
         load()
 
