@@ -9,6 +9,7 @@ from __future__ import annotations
 import struct
 from array import array
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from typing import Any, overload
 
 import numpy as np
@@ -141,7 +142,13 @@ class StringArray(Sequence[str]):
         return self._decode(range(len(self))[index])
 
     def __iter__(self) -> Iterator[str]:
-        return map(self._decode, range(len(self)))
+        data = self._data
+        for index, (start, end) in enumerate(pairwise(self._starts)):
+            try:
+                text = data[start + 8 : end].decode()
+            except UnicodeDecodeError:
+                text = self._decode(index)  # raises what names the string
+            yield text
 
     def _decode(self, index: int) -> str:
         start = self._starts[index] + 8

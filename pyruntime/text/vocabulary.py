@@ -175,11 +175,12 @@ class _Keys:
 
 def _pieces(keys: _Keys) -> dict[str, int]:
     """Each piece's id. As in llama.cpp, an empty piece gets a name of its own."""
-    ids: dict[str, int] = {}
-    for id, text in enumerate(keys.strings("tokens")):
-        piece = text or f"[EMPTY_{id}]"
-        if ids.setdefault(piece, id) != id:
-            raise keys.error("tokens", f"{piece[:100]!r} is both {ids[piece]} and {id}")
+    pieces = [text or f"[EMPTY_{id}]" for id, text in enumerate(keys.strings("tokens"))]
+    ids = {piece: id for id, piece in enumerate(pieces)}
+    if len(ids) < len(pieces):
+        again = next(id for id, piece in enumerate(pieces) if ids[piece] != id)
+        piece = pieces[again]
+        raise keys.error("tokens", f"{piece[:100]!r} is both {again} and {ids[piece]}")
     if not ids:
         raise keys.error("tokens", "no tokens")
     return ids
@@ -190,13 +191,15 @@ def _merges(keys: _Keys, ids: dict[str, int]) -> list[tuple[str, str]]:
 
     Only their unions are looked up here; the halves are when a model is built of them.
     """
-    merges = []
-    for rank, merge in enumerate(keys.strings("merges")):
-        left, _, right = merge.partition(" ")
-        if left + right not in ids:
-            problem = "does not join two tokens into a third"
-            raise keys.error("merges", f"entry {rank}, {merge[:100]!r}, {problem}")
-        merges.append((left, right))
+    merges = [
+        (left, right)
+        for left, _, right in (merge.partition(" ") for merge in keys.strings("merges"))
+    ]
+    if not all(map(ids.__contains__, map("".join, merges))):
+        rank = next(i for i, pair in enumerate(merges) if "".join(pair) not in ids)
+        problem = "does not join two tokens into a third"
+        merge = keys.strings("merges")[rank]
+        raise keys.error("merges", f"entry {rank}, {merge[:100]!r}, {problem}")
     return merges
 
 
