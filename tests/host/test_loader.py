@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator
+from threading import Lock
 from typing import Any
 
 import numpy as np
@@ -91,9 +92,12 @@ def test_an_interrupted_load_waits_for_its_copies(driver: LateDriver) -> None:
 def test_a_weight_out_of_range_names_its_tensor(
     driver: LateDriver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    atomically = Lock()
+
     def overflowing(*_: Any, site: int, overflow: DeviceArray, **__: Any) -> None:
         if site >= 3:  # the embedding, the output, q, k
-            overflow.upload(np.minimum(np.asarray(overflow), site))
+            with atomically:
+                overflow.upload(np.minimum(np.asarray(overflow), site))
 
     monkeypatch.setattr(loader, "dequantize", overflowing)
     with pytest.raises(NumericalError, match=r"gguf: tensor 'blk\.0\.attn_k\.weight' holds"):
