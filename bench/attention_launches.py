@@ -10,6 +10,8 @@ from pyruntime.driver.library import Library
 from pyruntime.driver.memory import DeviceArray
 from pyruntime.driver.program import Program
 from pyruntime.driver.stream import Stream
+from pyruntime.model.batch import Batch
+from pyruntime.model.batch import Prompt as Part
 from pyruntime.model.live import LiveBlock
 from pyruntime.ops.attention import attention
 from pyruntime.ops.attention_choice import Choice
@@ -38,10 +40,12 @@ class Prompt:
         self._kv_heads, self._rows, self._head_dim = k.shape
         self._heads = q.shape[1] // self._head_dim
         maps = DeviceArray(library.device, *MAPS_LAYOUT).upload(key_maps(library, k, v))
-        self._cache = SimpleNamespace(arrays=(k, v, maps), capacity=self._rows)
+        self._arrays = (k, v, maps)
+        addresses = tuple(array.ptr for array in self._arrays)
+        cache = SimpleNamespace(length=0, stride=self._rows, addresses=addresses)
         self._block, ids = LiveBlock(library.device, self._rows), np.zeros(self._rows, np.int32)
         with library.device.current():
-            self._block.upload(stream, ids, start=0, cache=self._cache, wanted=ids[:1])
+            self._block.upload(stream, Batch([Part(ids, cache)]))
         self._workspace = Workspace(
             library, head_dim=self._head_dim, heads=self._heads, max_rows=self._rows,
             max_sequences=1,

@@ -19,7 +19,11 @@ class TensorMap(bytes):
 
 
 def tensor_map(
-    array: DeviceArray, box: tuple[int, ...], shape: tuple[int, ...] | None = None
+    array: DeviceArray,
+    box: tuple[int, ...],
+    shape: tuple[int, ...] | None = None,
+    *,
+    first: int = 0,
 ) -> TensorMap:
     """The map of a row-major float16 array, copied a box at a time.
 
@@ -29,21 +33,26 @@ def tensor_map(
     Args:
         box: elements along each axis of `shape`.
         shape: how to see the array, if not as it is.
+        first: the map begins at so many of the rows of the last but one axis, which is that much
+            shorter in it.
 
     Raises:
         CudaError: the driver refuses; rows must be whole 16-byte units on a 16-byte boundary.
     """
     with array.device.current():  # the driver looks the address up in a context
-        encoded = TensorMap(_encode(array.ptr, shape or array.shape, box))
+        encoded = TensorMap(_encode(array.ptr, shape or array.shape, box, first))
     encoded.array = array
     return encoded
 
 
 @functools.lru_cache(maxsize=4096)  # a prompt of a new length meets the same arrays
-def _encode(address: int, shape: tuple[int, ...], box: tuple[int, ...]) -> bytes:
+def _encode(address: int, shape: tuple[int, ...], box: tuple[int, ...], first: int) -> bytes:
     driver = api.bindings()
     rank = len(shape)
     strides = [2 * math.prod(shape[axis:]) for axis in range(1, rank)]  # bytes, from the outermost
+    if first:
+        address += first * strides[-1]
+        shape = (*shape[:-2], shape[-2] - first, shape[-1])
     encoded = api.call(
         "cuTensorMapEncodeTiled",
         driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_FLOAT16,

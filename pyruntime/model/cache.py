@@ -1,17 +1,36 @@
-"""The K/V cache of one sequence on a GPU."""
+"""The K/V cache of one sequence on a GPU, and regions of it that serve as caches themselves."""
 
 from __future__ import annotations
 
 import math
+from typing import Protocol
 
 import numpy as np
 
 from pyruntime.driver.library import Library
 from pyruntime.driver.memory import DeviceArray
+from pyruntime.model.batch import REGION
 from pyruntime.model.config import ModelConfig
 from pyruntime.ops.attention_schedule import MAPS_LAYOUT, key_maps
 
 Layout = dict[str, tuple[tuple[int, ...], str]]
+
+
+class Positions(Protocol):
+    """What a pass reads and writes of a sequence's keys and values.
+
+    Attributes:
+        length: positions filled. stride: positions from one K/V head to the next.
+        addresses: of position 0 of each array of the cache, and of the tensor maps from there on.
+    """
+
+    length: int
+
+    @property
+    def stride(self) -> int: ...
+
+    @property
+    def addresses(self) -> tuple[int, ...]: ...
 
 
 class Cache:
@@ -42,6 +61,9 @@ class Cache:
             for name, (shape, dtype) in layout.items()
         }
         self.arrays = tuple(arrays.values())
+        self._library = library
+        self._maps: DeviceArray | None = None  # of regions: row i of the one at i * REGION
+        self._mapped = {0}
         self.k, self.v = arrays["k"], arrays["v"]
         self.k_scale, self.v_scale = arrays.get("k_scale"), arrays.get("v_scale")
         self.length = 0
@@ -57,10 +79,81 @@ class Cache:
         """Positions that fit."""
         return self.k.shape[2]
 
+    @property
+    def stride(self) -> int:
+        """See `Positions`."""
+        return self.capacity
+
+    @property
+    def addresses(self) -> tuple[int, ...]:
+        """See `Positions`."""
+        return tuple(array.ptr for array in self.arrays)
+
+    @property
+    def closed(self) -> bool:
+        """Whether the memory has been freed."""
+        return not self.k.ptr
+
+    def region(self, first: int, tokens: int) -> Region:
+        """Positions [first, first + tokens) as a cache of their own, empty.
+
+        Raises ValueError unless they lie within this cache, from a multiple of REGION on.
+        """
+        if first % REGION or first < 0 or tokens < 1 or first + tokens > self.capacity:
+            raise ValueError(
+                f"no region of {tokens} positions from {first} on in a cache for {self.capacity}"
+            )
+        return Region(self, first, tokens)
+
+    def maps_from(self, first: int) -> int:
+        """The address of the tensor maps of a float16 cache's positions from `first` on."""
+        if not first:
+            return self.arrays[2].ptr
+        if self._maps is None:
+            (nbytes,), dtype = MAPS_LAYOUT
+            shape = (-(-self.capacity // REGION), nbytes)
+            self._maps = DeviceArray(self.k.device, shape, dtype, what="cache maps of regions")
+        row = self._maps.rows(first // REGION, first // REGION + 1)
+        if first not in self._mapped:
+            row.upload(key_maps(self._library, self.k, self.v, first)[None])
+            self._mapped.add(first)
+        return row.ptr
+
     def close(self) -> None:
         """Frees the memory. Idempotent."""
-        for array in self.arrays:
-            array.close()
+        for array in (*self.arrays, self._maps):
+            if array is not None:
+                array.close()
+
+
+class Region:
+    """Positions [first, first + capacity) of the cache `base`, as a cache; see `Cache.region`."""
+
+    def __init__(self, base: Cache, first: int, capacity: int) -> None:
+        self.owner, self.kv_dtype = base.owner, base.kv_dtype
+        self.base, self.first, self.capacity = base, first, capacity
+        self.length = 0
+
+    @property
+    def stride(self) -> int:
+        """See `Positions`."""
+        return self.base.capacity
+
+    @property
+    def addresses(self) -> tuple[int, ...]:
+        """See `Positions`."""
+        base, found = self.base, []
+        for array in (base.k, base.v, base.k_scale, base.v_scale):
+            if array is not None:
+                found.append(array.ptr + self.first * (array.nbytes // math.prod(array.shape[:3])))
+        if base.k_scale is None:
+            found.append(base.maps_from(self.first))
+        return tuple(found)
+
+    @property
+    def closed(self) -> bool:
+        """Whether the memory has been freed."""
+        return self.base.closed
 
 
 def cache_layout(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from contextlib import ExitStack, suppress
+from dataclasses import dataclass, replace
 from itertools import chain
 
 import numpy as np
@@ -12,9 +13,10 @@ from pyruntime.driver.library import Library
 from pyruntime.driver.memory import DeviceArray
 from pyruntime.driver.program import Program
 from pyruntime.errors import CudaError
+from pyruntime.model.batch import Batch, runs
 from pyruntime.model.cache import Cache, Layout, layout_bytes
 from pyruntime.model.config import DOWN_SCALE, ModelConfig
-from pyruntime.model.live import LiveBlock
+from pyruntime.model.live import LiveBlock, max_sequences
 from pyruntime.model.pipeline import Pass
 from pyruntime.model.replay import Recorded, Replayer
 from pyruntime.model.rope import rope_table
@@ -30,7 +32,7 @@ from pyruntime.ops.rows import embed, gather
 from pyruntime.ops.softcap import softcap
 from pyruntime.ops.widen import widen
 
-PASSES = 32  # recorded passes kept: one per length, with a cache before or not
+PASSES = 32  # recorded passes kept, one per `Shape`
 TABLE_ROWS = 1 << 16  # positions whose rotary table is made on the host at a time
 GATES = {"silu": "swiglu", "gelu": "geglu"}  # epilogues by activation
 # What can leave fp16's range in a layer, in order of computation; see `site_name`.
@@ -43,9 +45,71 @@ def site_name(site: int, layers: int) -> str:
     return "the output norm" if layer == layers else f"layer {layer}: {SITES[tensor]}"
 
 
+@dataclass(frozen=True)
+class Shape:
+    """What a pass is recorded for; it serves all batches that are no larger.
+
+    Attributes:
+        rows: of all prompts. longest: of one of them. sequences: prompts.
+        kept: rows that something is wanted of: 0, or all, or up to the prompts that a pass may
+            have. Others than these do not pass what follows attention in the last layer.
+        fresh: nothing is cached before; what is recorded otherwise is right for that too, but
+            attention is then divided for many keys.
+    """
+
+    rows: int
+    longest: int
+    sequences: int
+    kept: int
+    fresh: bool
+
+    @classmethod
+    def of(cls, batch: Batch, max_tokens: int) -> Shape:
+        """That of a prompt is its own; those of several are rounded up, so that few differ."""
+        rows, kept, fresh = batch.rows, len(batch.kept), batch.fresh
+        if len(batch.prompts) == 1:
+            whole = cls(rows, rows, 1, kept, fresh)
+        else:
+            most = max_sequences(max_tokens)
+            whole = cls(
+                rounded_up(rows, max_tokens), rounded_up(batch.longest, max_tokens),
+                rounded_up(len(batch.prompts), most), rounded_up(kept, most), fresh,
+            )  # fmt: skip
+        return whole if kept <= max_sequences(max_tokens) and kept < rows else whole.with_all()
+
+    def with_all(self) -> Shape:
+        """The same with all rows kept."""
+        return replace(self, kept=self.rows)
+
+    @property
+    def every_row(self) -> bool:
+        """Whether all rows are kept."""
+        return self.kept == self.rows
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Rows [first, first + rows) of `normed`, of which logits are wanted.
+
+    Attributes:
+        counted: int32 [1], `rows` on the device. before: rows of the pieces before it.
+    """
+
+    first: int
+    rows: int
+    counted: DeviceArray
+    before: int
+
+
+def rounded_up(n: int, most: int) -> int:
+    """`n` or up to a sixteenth more: a number of five binary digits and zeros, at most `most`."""
+    step = 1 << max(n.bit_length() - 5, 0)
+    return min(-(-n // step) * step, most)
+
+
 def activation_layout(c: ModelConfig, max_tokens: int) -> Layout:
-    """Shape and dtype of every activation buffer. `last_` ones hold the rows that are wanted."""
-    q = c.heads * c.head_dim
+    """Shape and dtype of every activation buffer. `last_` ones hold the rows that are kept."""
+    q, kept = c.heads * c.head_dim, max_sequences(max_tokens)
     layout: Layout = {
         "x": ((max_tokens, c.hidden), "float32"),  # the residual stream
         "normed": ((max_tokens, c.hidden), "float16"),
@@ -53,8 +117,9 @@ def activation_layout(c: ModelConfig, max_tokens: int) -> Layout:
         "q": ((max_tokens, q), "float16"),
         "attended": ((max_tokens, q), "float16"),
         "swiglu": ((max_tokens, c.ffn), "float16"),
-        "last_x": ((1, c.hidden), "float32"),
-        "last_attended": ((1, q), "float16"),
+        "counts": ((max_tokens + 1,), "int32"),  # of n rows, for launches that take them there
+        "last_x": ((kept, c.hidden), "float32"),
+        "last_attended": ((kept, q), "float16"),
     }
     if c.post_norms:
         layout["branch"] = layout["x"]  # what x takes in, not normalised yet
@@ -66,7 +131,7 @@ def _workspace_sizes(c: ModelConfig, max_tokens: int) -> dict[str, int]:
         "head_dim": c.head_dim,
         "heads": c.heads,
         "max_rows": max_tokens,
-        "max_sequences": 1,
+        "max_sequences": max_sequences(max_tokens),
         "schedules": len(c.windows),
     }
 
@@ -107,12 +172,14 @@ class Decoder:
         self.activations: dict[str, DeviceArray] = {}
         self._tables: list[tuple[DeviceArray, DeviceArray]] = []  # one for each of config.ropes
         self._workspace: Workspace | None = None
-        self._passes: OrderedDict[tuple[int, bool, bool], Recorded] = OrderedDict()
+        self._passes: OrderedDict[Shape, Recorded] = OrderedDict()
         self.live = LiveBlock(library.device, max_tokens)
         try:
             for name, (shape, dtype) in activation_layout(config, max_tokens).items():
                 what = f"activation {name}"
                 self.activations[name] = DeviceArray(library.device, shape, dtype, what=what)
+            self._counts = self.activations["counts"]
+            self._counts.upload(np.arange(max_tokens + 1))
             self._workspace = Workspace(library, **_workspace_sizes(config, max_tokens))
         except BaseException:
             with suppress(CudaError):  # the first failure is the one to report
@@ -146,67 +213,78 @@ class Decoder:
         """What the rotary tables and `staging` cover."""
         return self._tables[0][0].shape[0] if self._tables else 0
 
-    def recorded(self, rows: int, *, every_row: bool, fresh: bool) -> Recorded:
-        """Everything up to the output norm, for `rows` rows; the result is `normed`.
+    def recorded(self, shape: Shape) -> Recorded:
+        """Everything up to the output norm; the result is the kept rows of `normed`.
 
         Each layer begins a section with its first matrix product, before which no matrix is read.
-        Without `every_row` only the one row that the live block wants passes the last layer's
-        output projection and feed-forward block. `fresh`: the cache is empty before; the program
-        of a continuation is right for that too, but attention is then divided for many keys.
         """
-        key = (rows, every_row, fresh)
-        if key not in self._passes:
-            program, weights = self._record(rows, every_row, fresh), self._weights
+        if shape not in self._passes:
+            program, weights = self._record(shape), self._weights
             body = Pass(program)
             if isinstance(weights, StreamedWeights):
-                body = weights.body(program.sections, rows if every_row else 1)
-            self._passes[key] = Recorded(body)
+                body = weights.body(program.sections, shape.kept)
+            self._passes[shape] = Recorded(body)
             if len(self._passes) > PASSES:
                 self._drop(*next(iter(self._passes.items())))
-        self._passes.move_to_end(key)
-        return self._passes[key]
+        self._passes.move_to_end(shape)
+        return self._passes[shape]
 
-    def head(self, recorded: Recorded, logits: DeviceArray) -> Pass:
-        """What comes after: the output matrix. Logits are float32 [wanted, vocab].
+    def pieces(self, shape: Shape, batch: Batch, most: int | None = None) -> list[Piece]:
+        """The rows of `normed` whose logits a batch wants, up to `most` at a time."""
+        index = batch.logits if shape.every_row else np.searchsorted(batch.kept, batch.logits)
+        found, before = [], 0
+        for first, count in runs(index.astype(np.int32), most or shape.rows):
+            all_kept = count == len(batch.kept)
+            counted = self.live.wanted if all_kept else self._counts.rows(count, count + 1)
+            found.append(Piece(first, count, counted, before))
+            before += count
+        return found
+
+    def head(self, shape: Shape, piece: Piece, logits: DeviceArray) -> Pass:
+        """What comes after a body of that shape: the output matrix. Logits: float32 [rows, vocab].
 
         The caller keeps them alive while it runs, and until then asks for no other head.
         """
-        normed, wanted, weights = self.activations["normed"], self.live.wanted, self._weights
+        weights, rows, recorded = self._weights, piece.rows, self.recorded(shape)
+        normed = self.activations["normed"].rows(piece.first, piece.first + rows)
         if isinstance(weights, StreamedWeights):
             after = Program()
-            self._cap(after, logits)
-            return weights.head(after, normed=normed, wanted=wanted, logits=logits)
-        if recorded.head is None:
-            head = Program()
-            with head.role("head"):
+            self._cap(after, logits, piece.counted)
+            return weights.head(
+                after, normed=normed, wanted=piece.counted, logits=logits, kept=shape.kept,
+                ready=not piece.before,
+            )  # fmt: skip
+        head, whole = recorded.head, rows == shape.kept
+        if head is None or not whole:
+            program = Program()
+            with program.role("head"):
                 gemm(
-                    head, self._library, a=normed, w=weights.outer["output"], c=logits,
-                    rows=wanted, max_rows=logits.shape[0], epilogue="f32",
+                    program, self._library, a=normed, w=weights.outer["output"], c=logits,
+                    rows=piece.counted, max_rows=rows, epilogue="f32",
                 )  # fmt: skip
-            self._cap(head, logits)
-            recorded.head = Pass(head)
-        for launch, name in zip(recorded.head.before.launches, ("c", "x"), strict=False):
+            self._cap(program, logits, piece.counted)
+            head = Pass(program)
+            if whole:
+                recorded.head = head
+        for launch, name in zip(head.before.launches, ("c", "x"), strict=False):
             launch.point(name, logits)
-        return recorded.head
+        return head
 
-    def _drop(self, key: tuple[int, bool, bool], recorded: Recorded) -> None:
-        del self._passes[key]
+    def _drop(self, shape: Shape, recorded: Recorded) -> None:
+        del self._passes[shape]
         self.replayer.drop(recorded)
 
-    def _cap(self, program: Program, logits: DeviceArray) -> None:
+    def _cap(self, program: Program, logits: DeviceArray, rows: DeviceArray) -> None:
         cap = self.config.logit_cap
         if cap is not None:
-            softcap(
-                program, self._library, x=logits, cap=cap, rows=self.live.wanted,
-                max_rows=logits.shape[0],
-            )  # fmt: skip
+            softcap(program, self._library, x=logits, cap=cap, rows=rows, max_rows=logits.shape[0])
 
-    def _record(self, rows: int, every_row: bool, fresh: bool) -> Program:
-        c, w, live, lib, act = (
-            self.config, self._weights, self.live, self._library, self.activations
+    def _record(self, shape: Shape) -> Program:
+        c, w, live, lib, act, rows = (
+            self.config, self._weights, self.live, self._library, self.activations, shape.rows
         )  # fmt: skip
         p = Program()
-        schedules = self._schedules(rows, rows if fresh else None)
+        schedules = self._schedules(shape)
         with p.role("schedule"):
             for schedule in schedules.values():
                 schedule.record(p)
@@ -221,14 +299,18 @@ class Decoder:
         for layer, weights in enumerate(w.layers):
             site = layer * len(SITES)
             p.cut()
-            self._attention(p, schedules[c.window_of(layer)], layer, rows, site + 1)
-            if layer == c.layers - 1 and not every_row:
+            self._stores(p, layer, rows, site + 1)
+            if layer == c.layers - 1 and not shape.kept:
+                break
+            self._attention(p, schedules[c.window_of(layer)], layer)
+            if layer == c.layers - 1 and not shape.every_row:
                 with p.role("gather"):
                     gather(
                         p, lib, x=x, a=attended, x_out=act["last_x"], a_out=act["last_attended"],
-                        index=live.wanted_rows, wanted=live.wanted, max_wanted=1,
+                        index=live.wanted_rows, wanted=live.wanted, max_wanted=shape.kept,
                     )  # fmt: skip
-                x, attended, count, rows = act["last_x"], act["last_attended"], live.wanted, 1
+                x, attended = act["last_x"], act["last_attended"]
+                count, rows = live.wanted, shape.kept
             with p.role("o"):
                 gemm(
                     p, lib, a=attended, w=weights["attn_output"], c=act.get("branch", x),
@@ -276,25 +358,26 @@ class Decoder:
                 y=y, rows=count, max_rows=rows, eps=eps, overflow=overflow, site=site,
             )  # fmt: skip
 
-    def _schedules(self, rows: int, keys: int | None) -> dict[int | None, Schedule]:
+    def _schedules(self, shape: Shape) -> dict[int | None, Schedule]:
         """How attention is divided, by window."""
-        c, live = self.config, self.live
+        c, live, longest = self.config, self.live, shape.longest
         found: dict[int | None, Schedule] = {}
         for place, window in enumerate(c.windows):
             choice = choose(
                 self._library, head_dim=c.head_dim, heads=c.heads, kv_heads=c.kv_heads,
-                max_rows=rows, max_keys=keys, window=window, capped=c.score_cap is not None,
-                variant=self._variant,
+                max_rows=longest, max_keys=longest if shape.fresh else None,
+                max_sequences=-(-shape.rows // longest),  # as if all were that long
+                window=window, capped=c.score_cap is not None, variant=self._variant,
             )  # fmt: skip
             found[window] = Schedule(
                 self._library, choice, live=live.live, sequences=live.sequences, heads=c.heads,
-                kv_heads=c.kv_heads, max_rows=rows, max_sequences=1, window=window,
-                workspace=self._workspace, place=place,
+                kv_heads=c.kv_heads, max_rows=longest, max_sequences=shape.sequences,
+                window=window, workspace=self._workspace, place=place,
             )  # fmt: skip
         return found
 
-    def _attention(self, p: Program, schedule: Schedule, layer: int, rows: int, site: int) -> None:
-        """From `normed` to `attended`, storing K and V in the cache on the way."""
+    def _stores(self, p: Program, layer: int, rows: int, site: int) -> None:
+        """From `normed` to `q`, and K and V into the caches."""
         c, live, act, weights = self.config, self.live, self.activations, self._weights.layers
         if not self._tables:
             raise RuntimeError("reserve_positions comes first")
@@ -329,11 +412,16 @@ class Decoder:
             q_norm=weights[layer].get("q_norm"),
             k_norm=weights[layer].get("k_norm"),
         )
+
+    def _attention(self, p: Program, schedule: Schedule, layer: int) -> None:
+        """From `q` and the caches to `attended`."""
+        c, live, act = self.config, self.live, self.activations
+        scaled = self._kv_dtype != "f16"
         if scaled:
             widen(
                 p, self._library, live=live.live, stored=live.stored, sequences=live.sequences,
-                max_positions=cosines.shape[0], max_sequences=1, layer=layer, kv_heads=c.kv_heads,
-                head_dim=c.head_dim,
+                max_positions=self.positions, max_sequences=schedule.max_sequences, layer=layer,
+                kv_heads=c.kv_heads, head_dim=c.head_dim,
             )  # fmt: skip
         attention(
             p,

@@ -7,7 +7,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from typing import TYPE_CHECKING, Literal, Protocol, TypeVar
 
 import numpy as np
@@ -27,12 +27,15 @@ from pyruntime.errors import (
     UnsupportedModelError,
 )
 from pyruntime.model import pipeline
-from pyruntime.model.cache import Cache
+from pyruntime.model.batch import Batch, Output, whole_regions
+from pyruntime.model.cache import Cache, Region
 from pyruntime.model.config import ModelConfig
-from pyruntime.model.decoder import Decoder, site_name
+from pyruntime.model.decoder import Decoder, Piece, Shape, site_name
 from pyruntime.model.footprint import cache_bytes, plan
-from pyruntime.model.live import NO_OVERFLOW
+from pyruntime.model.live import NO_OVERFLOW, max_sequences
+from pyruntime.model.pipeline import Pass
 from pyruntime.model.replay import Replayer
+from pyruntime.model.scores import log_probs
 from pyruntime.model.stats import Stats
 from pyruntime.model.streamed import StreamedWeights
 from pyruntime.model.tokens import check_tokens
@@ -164,7 +167,7 @@ class GpuModel:
         )
         self._decoder.reserve_positions(kv_tokens)
         # Sizes are refused here, not later.
-        self._decoder.recorded(self.max_tokens, every_row=False, fresh=True)
+        self._decoder.recorded(_single(self.max_tokens))
         self._started, self._ended = (self._owned(Event(self.device)) for _ in range(2))
 
     def _owned(self, resource: T) -> T:
@@ -233,6 +236,17 @@ class GpuModel:
             self._decoder.reserve_positions(tokens)
             return Cache(self, self.library, self.config, tokens, self.kv_dtype)
 
+    @property
+    def max_prompts(self) -> int:
+        """Prompts of one pass at most."""
+        return max_sequences(self.max_tokens)
+
+    @property
+    def pass_positions(self) -> int | None:
+        """Positions of all prompts of a pass at most, all but the last in whole regions; None: any
+        number."""
+        return None if self.kv_dtype == "f16" else self._decoder.positions
+
     def forward(
         self,
         ids: ArrayLike,
@@ -247,51 +261,110 @@ class GpuModel:
             logits: "last" gives float32 [1, vocab], "all" float32 [nt, vocab].
             out: the array to write to instead of a new one: of that shape, on a 16-byte boundary.
 
+        Raises: as `run`.
+        """
+        batch = Batch.of_one(check_tokens(ids, self.config.vocab), cache, logits)
+        given: DeviceArray = self.run(batch, out=out).logits
+        return given
+
+    def run(self, batch: Batch, *, out: DeviceArray | None = None) -> Output:
+        """Appends the prompts of a batch to their caches; waits for the result.
+
+        Args:
+            out: where logits go instead of to a new array: float32 [rows, vocab], on a 16-byte
+                boundary.
+
         Raises:
-            ValueError: bad ids, another `out`, or more than `max_tokens` or the cache hold; nothing
-                has changed.
-            NumericalError: a value left fp16's range; `cache` keeps its length.
+            ValueError: another `out`, more rows than `max_tokens`, more prompts than
+                `max_prompts`, more than a cache holds or than there is staging for; nothing has
+                changed.
+            NumericalError: a value left fp16's range; the caches keep their lengths.
             CudaError: the driver failed; if it lost the context, all later calls are refused.
             EngineError: closed, forked, or lost.
         """
-        tokens = check_tokens(ids, self.config.vocab)
-        rows = len(tokens)
-        wanted = np.arange(rows if logits == "all" else 1, dtype=np.int32)
-        if logits == "last":
-            wanted += rows - 1
-        shape = (len(wanted), self.config.vocab)
+        shape = (len(batch.logits), self.config.vocab)
         if out is not None and (out.shape != shape or out.dtype != np.float32 or out.ptr % 16):
             raise ValueError(
                 f"logits of shape {list(shape)} do not go to an {out} at {out.ptr:#x}: it must be "
                 "float32 of that shape and 16-byte aligned"
             )
         with self._entry():
-            self._check_room(rows, cache)  # here: another thread's call may have filled it
-            start = cache.length
-            if out is None:
+            self._check_room(batch)  # here: another thread's call may have filled a cache
+            if out is None and len(batch.logits):
                 out = DeviceArray(self.device, shape, np.float32, what="logits")
-            try:
-                self._run(tokens, cache, wanted, out)
-            except BaseException:
-                self._settle()
-                raise
+            form = Shape.of(batch, self.max_tokens)
+            with self._passing(batch, form, out):
+                hidden = self._hidden(batch, form)
+        return Output(out, hidden)
+
+    def log_probs(
+        self, batch: Batch, targets: NDArray[np.int32], *, most_bytes: int
+    ) -> NDArray[np.float32]:
+        """`run`, with the log-probability of one token after each row instead of logits.
+
+        Args:
+            targets: int32 [rows whose logits are wanted], a token for each.
+            most_bytes: of logits at a time; one row is always made.
+
+        Returns: float32 [rows].
+
+        Raises: as `run`.
+        """
+        vocab = self.config.vocab
+        most = max(most_bytes // (4 * vocab), 1)
+        found = np.empty(len(targets), np.float32)
+        with self._entry():
+            self._check_room(batch)
+            shape = Shape.of(batch, self.max_tokens)
+            pieces = self._decoder.pieces(shape, batch, most)
+            rows = max((piece.rows for piece in pieces), default=0)
+            logits = DeviceArray(self.device, (rows, vocab), np.float32, what="logits of a piece")
+            with closing(logits), self._passing(batch, shape, None):
+                for piece in pieces:
+                    out = logits.rows(0, piece.rows)
+                    with self.device.current():
+                        self._replayer.follow(self._decoder.head(shape, piece, out))
+                        self._stream.synchronize()
+                    part = slice(piece.before, piece.before + piece.rows)
+                    found[part] = log_probs(np.asarray(out), targets[part])
+        return found
+
+    @contextmanager
+    def _passing(self, batch: Batch, shape: Shape, logits: DeviceArray | None) -> Iterator[None]:
+        """Runs a pass, and after the block, in which its last rows are there, stands by it."""
+        try:
+            self._run(batch, shape, logits)
             if (site := self._decoder.live.overflow_site) != NO_OVERFLOW:
                 where = site_name(site, self.config.layers)
                 raise NumericalError(f"{where} holds a value beyond fp16's ±65504 or a NaN")
-            cache.length = start + rows
-            return out
+            yield
+        except BaseException:
+            self._settle()
+            raise
+        for prompt in batch.prompts:
+            prompt.cache.length += len(prompt.ids)
+
+    def _hidden(self, batch: Batch, shape: Shape) -> NDArray[np.float32]:
+        """The hidden states that a batch wants, once its pass is over."""
+        normed = self._decoder.activations["normed"]
+        index = batch.hidden if shape.every_row else np.searchsorted(batch.kept, batch.hidden)
+        if not len(index):
+            return np.empty((0, self.config.hidden), np.float32)
+        first, last = int(index[0]), int(index[-1])
+        return np.asarray(normed.rows(first, last + 1), np.float32)[index - first]
 
     def recorded(self, rows: int) -> list[Launch]:
         """The launches of a prefill of `rows` tokens that wants the last one's logits."""
         with self._entry():
-            return self._launches(rows, self._logits_row(), fresh=True)
+            return self._launches(_single(rows), self._logits_row())
 
     def _logits_row(self) -> DeviceArray:
         return DeviceArray(self.device, (1, self.config.vocab), np.float32, what="logits")
 
-    def _launches(self, rows: int, out: DeviceArray, *, fresh: bool) -> list[Launch]:
-        recorded = self._decoder.recorded(rows, every_row=rows == 1, fresh=fresh)
-        return recorded.body.launches + self._decoder.head(recorded, out).launches
+    def _launches(self, shape: Shape, out: DeviceArray) -> list[Launch]:
+        decoder = self._decoder
+        last = Piece(0, 1, decoder.live.wanted, 0)
+        return decoder.recorded(shape).body.launches + decoder.head(shape, last, out).launches
 
     @contextmanager
     def staged(self, ids: ArrayLike, cache: Cache) -> Iterator[tuple[list[Launch], Stream]]:
@@ -308,59 +381,80 @@ class GpuModel:
                 f"launches are timed with weights='fp16'; those of {self.weights_mode!r} run on "
                 "two streams"
             )
-        tokens = check_tokens(ids, self.config.vocab)
+        batch = Batch.of_one(check_tokens(ids, self.config.vocab), cache, "last")
         with self._entry(), self.device.current():
-            self._check_room(len(tokens), cache)
-            out = self._logits_row()
-            launches = self._launches(len(tokens), out, fresh=not cache.length)
-            self._upload(tokens, cache, np.array([len(tokens) - 1], np.int32))
+            self._check_room(batch)
+            launches = self._launches(Shape.of(batch, self.max_tokens), self._logits_row())
+            self._upload(batch)
             try:
                 yield launches, self._stream
             finally:
                 self._settle()
 
-    def _check_room(self, rows: int, cache: Cache) -> None:
-        if not isinstance(cache, Cache) or cache.owner is not self:
+    def _check_room(self, batch: Batch) -> None:
+        caches = [prompt.cache for prompt in batch.prompts]
+        for prompt in batch.prompts:
+            self._check_cache(prompt.cache, len(prompt.ids))
+        if len({id(cache) for cache in caches}) < len(caches):
+            raise ValueError("two prompts of a pass share a cache")
+        for count, most, what in (
+            (batch.rows, self.max_tokens, "tokens"),
+            (len(caches), self.max_prompts, "prompts"),
+            (self._places(batch)[-1], self.pass_positions, "positions in 8-bit caches"),
+        ):
+            if most is not None and count > most:
+                raise ValueError(f"{count} {what} in one pass; this model was loaded for {most}")
+
+    def _check_cache(self, cache: Cache | Region, rows: int) -> None:
+        if not isinstance(cache, (Cache, Region)) or cache.owner is not self:
             raise ValueError(
                 f"this cache belongs to another model than {self.config.name} on {self.device_name}"
             )
-        if not cache.k.ptr:
+        if cache.closed:
             raise ValueError("this cache has been closed")
-        if rows > self.max_tokens:
-            raise ValueError(
-                f"{rows} tokens in one pass; this model was loaded for {self.max_tokens}"
-            )
         if cache.length + rows > cache.capacity:
             raise ValueError(
                 f"{rows} tokens after {cache.length} exceed the cache's {cache.capacity} positions"
             )
 
-    def _run(
-        self, tokens: NDArray[np.int32], cache: Cache, wanted: NDArray[np.int32], out: DeviceArray
-    ) -> None:
-        decoder, stream, rows = self._decoder, self._stream, len(tokens)
-        recorded = decoder.recorded(rows, every_row=len(wanted) == rows, fresh=not cache.length)
+    def _run(self, batch: Batch, shape: Shape, logits: DeviceArray | None) -> None:
+        """The pass, with its logits where they are wanted; waits for it."""
+        decoder, stream = self._decoder, self._stream
+
+        def heads() -> Iterator[Pass]:
+            if logits is None:
+                return
+            for piece in decoder.pieces(shape, batch):
+                out = logits.rows(piece.before, piece.before + piece.rows)
+                yield decoder.head(shape, piece, out)
+
         with self.device.current():
             enqueued = time.perf_counter()
             self._started.record(stream)
-            self._upload(tokens, cache, wanted)
-            self._replayer.run(recorded, lambda: decoder.head(recorded, out))
+            self._upload(batch)
+            self._replayer.run(decoder.recorded(shape), heads())
             decoder.live.download_overflow(stream)
             self._ended.record(stream)
             stream.synchronize()
             self.host_span = enqueued, time.perf_counter()
             self.gpu_seconds = self._ended.milliseconds_since(self._started) / 1e3
 
-    def _upload(self, tokens: NDArray[np.int32], cache: Cache, wanted: NDArray[np.int32]) -> None:
-        seen = self._decoder.staging or cache  # what attention reads
-        self._decoder.live.upload(
-            self._stream,
-            tokens,
-            start=cache.length,
-            cache=seen,
-            wanted=wanted,
-            stored=cache if seen is not cache else None,
-        )
+    def _upload(self, batch: Batch) -> None:
+        staging, staged = self._decoder.staging, None
+        if staging is not None:
+            places = zip(self._places(batch), batch.prompts, strict=False)
+            staged = [staging.region(at, p.cache.length + len(p.ids)) for at, p in places]
+        self._decoder.live.upload(self._stream, batch, staged=staged)
+
+    @staticmethod
+    def _places(batch: Batch) -> list[int]:
+        """Where each prompt's positions would begin if they shared a cache, and where the last
+        one's would end."""
+        places = [0]
+        for prompt in batch.prompts:
+            places[-1] = whole_regions(places[-1])
+            places.append(places[-1] + prompt.cache.length + len(prompt.ids))
+        return places
 
     def _settle(self) -> None:
         """Waits for what a failed pass did start: it reads the live block."""
@@ -384,6 +478,11 @@ class GpuModel:
                 self._note(error)
                 if not self._lost:
                     raise
+
+
+def _single(rows: int) -> Shape:
+    """Of a pass of one prompt of `rows` tokens that wants the last one's logits."""
+    return Shape(rows, rows, 1, 1, True)
 
 
 def _abandon(resources: ExitStack) -> None:

@@ -1,39 +1,49 @@
 """The small device block that holds everything that changes from call to call.
 
 Layout (cuda/core/live.cuh): Live {rows, sequences, wanted, overflow}, then one Sequence per prompt,
-one e4m3::Sequence (cuda/core/e4m3.cuh), then int32 arrays: token ids, positions, sequence of each
-row, wanted rows. Launches only ever see its address, so a recorded program serves any prompt.
+one e4m3::Sequence (cuda/core/e4m3.cuh) per prompt, then int32 arrays: token ids, positions,
+sequence of each row, wanted rows. Launches only ever see its address, so a recorded program serves
+any prompts.
 """
 
 from __future__ import annotations
 
 import struct
+from collections.abc import Sequence
+from itertools import pairwise
 
 import numpy as np
-from numpy.typing import NDArray
 
 from pyruntime.driver.device import Device
 from pyruntime.driver.memory import DeviceArray, PinnedBuffer
 from pyruntime.driver.stream import Stream
-from pyruntime.model.cache import Cache
+from pyruntime.model.batch import Batch
+from pyruntime.model.cache import Positions
 
 NO_OVERFLOW = 2**31 - 1
+MAX_SEQUENCES = 256  # prompts of a pass
 _LIVE = struct.Struct("<4i")
 _SEQUENCE = struct.Struct("<4i3Q")
 _STORED = struct.Struct("<4i4Q")
 PASS_BYTES = _LIVE.size + _SEQUENCE.size  # that say what a pass of one sequence works on
-_HEAD = PASS_BYTES + _STORED.size
+
+
+def max_sequences(max_tokens: int) -> int:
+    """The most prompts of a pass: each has a row at least."""
+    return min(max_tokens, MAX_SEQUENCES)
 
 
 class LiveBlock:
-    """One sequence of up to `max_tokens` rows.
+    """Sequences of up to `max_tokens` rows in all.
 
     Attributes (device views): live, rows, wanted, overflow (int32 words of the header), sequences,
-    stored (of an e4m3 cache), ids, positions, sequence_of, wanted_rows (int32 [max_tokens]).
+    stored (of e4m3 caches), ids, positions, sequence_of, wanted_rows (int32 [max_tokens]).
     """
 
     def __init__(self, device: Device, max_tokens: int) -> None:
-        nbytes = live_bytes(max_tokens)
+        nbytes, most = live_bytes(max_tokens), max_sequences(max_tokens)
+        self._stored_at = _LIVE.size + most * _SEQUENCE.size
+        head = self._stored_at + most * _STORED.size
         # In one statement: no frame of a failure's traceback keeps the first without the second.
         self._block, self._host = (
             DeviceArray(device, (nbytes,), np.uint8, what="live block"),
@@ -43,45 +53,40 @@ class LiveBlock:
         self.rows = self._block.view(0, (1,), np.int32)
         self.wanted = self._block.view(8, (1,), np.int32)
         self.overflow = self._block.view(12, (1,), np.int32)
-        self.sequences = self._block.view(_LIVE.size, (_SEQUENCE.size,), np.uint8)
-        self.stored = self._block.view(_HEAD - _STORED.size, (_STORED.size,), np.uint8)
+        self.sequences = self._block.view(_LIVE.size, (most, _SEQUENCE.size), np.uint8)
+        self.stored = self._block.view(self._stored_at, (most, _STORED.size), np.uint8)
         self.ids, self.positions, self.sequence_of, self.wanted_rows = (
-            self._block.view(_HEAD + 4 * max_tokens * i, (max_tokens,), np.int32) for i in range(4)
+            self._block.view(head + 4 * max_tokens * i, (max_tokens,), np.int32) for i in range(4)
         )
-        self._arrays = self._host.array[_HEAD:].view(np.int32).reshape(4, max_tokens)
+        self._arrays = self._host.array[head:].view(np.int32).reshape(4, max_tokens)
 
     def upload(
-        self,
-        stream: Stream,
-        ids: NDArray[np.int32],
-        *,
-        start: int,
-        cache: Cache,
-        wanted: NDArray[np.int32],
-        stored: Cache | None = None,
+        self, stream: Stream, batch: Batch, *, staged: Sequence[Positions] | None = None
     ) -> None:
-        """Enqueues the upload of one sequence. The block is reused: wait before the next call.
+        """Enqueues the upload of a pass. The block is reused: wait before the next call.
 
         Args:
-            ids: int32 [nt], the tokens at positions start … start + nt - 1.
-            cache: what attention reads.
-            wanted: int32 [n], the rows whose logits are wanted.
-            stored: the e4m3 cache, of which `cache` is then one layer, widened.
+            staged: for e4m3 caches what attention reads of each: one layer, widened.
         """
-        rows = len(ids)
-        _LIVE.pack_into(self._host.array.data, 0, rows, 1, len(wanted), NO_OVERFLOW)
-        for layout, at, source in (
-            (_SEQUENCE, _LIVE.size, cache),
-            (_STORED, _HEAD - _STORED.size, stored),
+        host, count, kept = self._host.array.data, len(batch.prompts), batch.kept
+        _LIVE.pack_into(host, 0, batch.rows, count, len(kept), NO_OVERFLOW)
+        caches = [prompt.cache for prompt in batch.prompts]
+        tables: list[tuple[struct.Struct, int, Sequence[Positions]]]
+        tables = [(_SEQUENCE, _LIVE.size, staged or caches)]
+        if staged is not None:
+            tables.append((_STORED, self._stored_at, caches))
+        ids, positions, sequence_of, wanted = self._arrays
+        for i, (prompt, (first, last)) in enumerate(
+            zip(batch.prompts, pairwise(batch.first_rows), strict=True)
         ):
-            if source is not None:
-                pointers = (array.ptr for array in source.arrays)
-                head = (0, rows, start, source.capacity)
-                layout.pack_into(self._host.array.data, at, *head, *pointers)
-        self._arrays[0, :rows] = ids
-        self._arrays[1, :rows] = np.arange(start, start + rows)
-        self._arrays[2, :rows] = 0
-        self._arrays[3, : len(wanted)] = wanted
+            start = prompt.cache.length
+            for layout, at, sources in tables:
+                head = (first, last - first, start, sources[i].stride, *sources[i].addresses)
+                layout.pack_into(host, at + i * layout.size, *head)
+            ids[first:last] = prompt.ids
+            positions[first:last] = np.arange(start, start + last - first)
+            sequence_of[first:last] = i
+        wanted[: len(kept)] = kept
         stream.copy_to_device(self._block.ptr, self._host.ptr, self._block.nbytes)
 
     def download_overflow(self, stream: Stream) -> None:
@@ -102,4 +107,8 @@ class LiveBlock:
 
 def live_bytes(max_tokens: int) -> int:
     """Device bytes of a block."""
-    return _HEAD + 4 * 4 * max_tokens
+    return (
+        _LIVE.size
+        + max_sequences(max_tokens) * (_SEQUENCE.size + _STORED.size)
+        + 4 * 4 * max_tokens
+    )

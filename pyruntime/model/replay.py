@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Iterable
 from contextlib import ExitStack
 from dataclasses import replace
 
@@ -68,10 +68,10 @@ class Replayer:
         """A copy of the counts."""
         return replace(self._stats)
 
-    def run(self, recorded: Recorded, head: Callable[[], Pass]) -> None:
-        """Enqueues the body, then the pass that `head` gives; the context must be current.
+    def run(self, recorded: Recorded, heads: Iterable[Pass]) -> None:
+        """Enqueues the body, then the passes of `heads`; the context must be current.
 
-        The head is made while the GPU works on the body.
+        These may be made when they are asked for, while the GPU works on the body.
 
         Raises:
             CudaError: a launch failed.
@@ -84,14 +84,20 @@ class Replayer:
         else:
             recorded.body.enqueue(self._stream, overlap=self._overlap)
         recorded.body.count()
-        last = head()
-        last.enqueue(self._stream, overlap=self._overlap, follows=graph is None)
-        last.count()
+        follows = graph is None
+        for head in heads:
+            self.follow(head, follows)
+            follows = True
         recorded.runs += 1
         if graph is not None:
             self._stats.hits += 1
         else:
             self._stats.misses += 1
+
+    def follow(self, head: Pass, follows: bool = False) -> None:
+        """Enqueues a pass and counts it. `follows`: see `Program.enqueue`."""
+        head.enqueue(self._stream, overlap=self._overlap, follows=follows)
+        head.count()
 
     def _capture(self, recorded: Recorded) -> None:
         """Makes the graph; if that fails, it says so and leaves the pass as it is."""

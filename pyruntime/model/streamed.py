@@ -108,20 +108,28 @@ class StreamedWeights:
                 self.close()
             raise
 
-    def body(self, sections: Sequence[Program], count: int) -> Pass:
+    def body(self, sections: Sequence[Program], kept: int) -> Pass:
         """The part of a pass before the output matrix, of which it dequantizes the first block.
 
         Args:
             sections: what comes before the first layer, and each layer from its first matrix on.
-            count: the rows that `head` is for, all of them or one.
+            kept: the rows of which `head` may be asked for; 0: there will be no head.
         """
         before, *layers = sections
         steps = [Step(fill, use) for fill, use in zip(self._fills, layers, strict=True)]
-        first = Step(self._head_fill(*self._blocks(count)[0]), use=Program())
-        return Pass(before, steps=[*steps, first], pipeline=self.pipeline)
+        if kept:
+            steps.append(Step(self._head_fill(*self._blocks(kept)[0]), use=Program()))
+        return Pass(before, steps=steps, pipeline=self.pipeline)
 
     def head(
-        self, after: Program, *, normed: DeviceArray, wanted: DeviceArray, logits: DeviceArray
+        self,
+        after: Program,
+        *,
+        normed: DeviceArray,
+        wanted: DeviceArray,
+        logits: DeviceArray,
+        kept: int,
+        ready: bool = True,
     ) -> Pass:
         """The rest of it: logits = normed · output matrixᵀ.
 
@@ -130,8 +138,10 @@ class StreamedWeights:
             normed: float16 [wanted rows or more, hidden].
             wanted: int32, the count of wanted rows on the device.
             logits: float32 [wanted rows, vocab].
+            kept: what `body` was told.
+            ready: whether this is the first head after that body.
         """
-        steps = self._head(normed, wanted, logits)
+        steps = self._head(normed, wanted, logits, kept, ready)
         return Pass(Program(), after, steps, self.pipeline)
 
     def _pair(self, layers: list[dict[str, DeviceArray]]) -> None:
@@ -176,7 +186,7 @@ class StreamedWeights:
             )  # fmt: skip
 
     def _blocks(self, count: int) -> list[tuple[DeviceArray, int, int]]:
-        """Slot, first row and rows of each block of the output matrix, for `count` wanted rows."""
+        """Slot, first row and rows of each block of the output matrix, for `count` rows at most."""
         c = self._config
         row_bytes = 2 * c.hidden + (4 * count if count > 1 else 0)
         rows = (self._slots[0].nbytes - _ALIGNMENT) // row_bytes // _BLOCK * _BLOCK
@@ -195,9 +205,11 @@ class StreamedWeights:
         self._dequantize(program, self._output, part, out, Source(self._output.name))
         return program
 
-    def _head(self, normed: DeviceArray, wanted: DeviceArray, logits: DeviceArray) -> list[Step]:
-        """The output matrix, block by block; each gives some columns of the logits. The first one
-        is there already.
+    def _head(
+        self, normed: DeviceArray, wanted: DeviceArray, logits: DeviceArray, kept: int, ready: bool
+    ) -> list[Step]:
+        """The output matrix, block by block; each gives some columns of the logits. If `ready` the
+        first one is there already.
 
         Columns of a single row are dense. Those of several are not: their block is made dense,
         behind the weights in the slot, and copied from there.
@@ -205,10 +217,12 @@ class StreamedWeights:
         c, (count, _) = self._config, logits.shape
         # As for the whole product: rows of the table that split k round otherwise than others.
         kernel = choice(self._library, "f32", count, c.vocab, c.hidden)
-        blocks = self._blocks(count)
-        fills = [self._head_fill(*b) for b in blocks[1:]] if count > 1 else self._head_fills[1:]
+        blocks = self._blocks(kept)
+        fills = [self._head_fill(*b) for b in blocks] if kept > 1 else list(self._head_fills)
+        if ready:
+            fills[0] = Program()
         steps = []
-        for fill, (slot, first, rows) in zip([Program(), *fills], blocks, strict=True):
+        for fill, (slot, first, rows) in zip(fills, blocks, strict=True):
             w, after = slot.view(0, (rows, c.hidden), np.float16), None
             if count == 1:
                 out = logits.view(4 * first, (1, rows), np.float32)

@@ -6,8 +6,8 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 
-def check_tokens(ids: ArrayLike, vocab: int) -> NDArray[np.int32]:
-    """`ids` as int32 [nt], nt > 0.
+def check_tokens(ids: ArrayLike, vocab: int, *, empty: bool = False) -> NDArray[np.int32]:
+    """`ids` as int32 [nt], nt > 0 unless they may be `empty`.
 
     Raises ValueError, naming the value, unless they are one row of integers in [0, vocab).
     """
@@ -15,6 +15,8 @@ def check_tokens(ids: ArrayLike, vocab: int) -> NDArray[np.int32]:
     if array.ndim != 1:
         raise ValueError(f"token ids must be one-dimensional, not of shape {list(array.shape)}")
     if array.size == 0:
+        if empty:
+            return array.astype(np.int32)
         raise ValueError("token ids are empty; at least one is needed")
     if array.dtype.kind not in "iu":
         raise ValueError(f"token ids must be integers, not {array.dtype}")

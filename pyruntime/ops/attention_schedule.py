@@ -219,8 +219,9 @@ def map_boxes(library: Library, head_dim: int) -> list[int]:
 MAPS_LAYOUT = ((2 * _BOXES * _MAP_BYTES,), "uint8")  # `Sequence::maps` of one cache
 
 
-def key_maps(library: Library, k: DeviceArray, v: DeviceArray) -> NDArray[np.uint8]:
-    """The maps of a cache, as MAPS_LAYOUT; zeros where no kernel needs them.
+def key_maps(library: Library, k: DeviceArray, v: DeviceArray, first: int = 0) -> NDArray[np.uint8]:
+    """The maps of a cache from position `first` on, as MAPS_LAYOUT; zeros where no kernel needs
+    them.
 
     Args:
         k, v: float16 [..., capacity, head dim].
@@ -229,5 +230,5 @@ def key_maps(library: Library, k: DeviceArray, v: DeviceArray) -> NDArray[np.uin
     shape = (math.prod(outer), capacity, head_dim)
     columns = min(head_dim, WARPGROUP_ROWS)
     boxes = map_boxes(library, head_dim)
-    maps = [tensor_map(x, (1, box, columns), shape) for box in boxes for x in (k, v)]
+    maps = [tensor_map(x, (1, box, columns), shape, first=first) for box in boxes for x in (k, v)]
     return np.frombuffer(b"".join(maps).ljust(MAPS_LAYOUT[0][0], b"\0"), np.uint8)

@@ -11,8 +11,10 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from pyruntime.errors import NumericalError
+from pyruntime.model.batch import Batch, Output
 from pyruntime.model.config import DOWN_SCALE, KV_DTYPES, ModelConfig
 from pyruntime.model.rope import rope_table
+from pyruntime.model.scores import log_probs
 from pyruntime.model.stats import Stats
 from pyruntime.model.tensors import layer_shapes, tensor_shapes
 from pyruntime.model.tokens import check_tokens
@@ -60,6 +62,16 @@ class Cache:
     @property
     def kv_dtype(self) -> str:
         return "f16" if self.k_scale is None else "e4m3"
+
+    def region(self, first: int, tokens: int) -> Cache:
+        """Positions [first, first + tokens) as a cache of their own, empty, in the same memory."""
+        if first < 0 or tokens < 1 or first + tokens > self.capacity:
+            raise ValueError(
+                f"no region of {tokens} positions from {first} on in a cache for {self.capacity}"
+            )
+        part = np.s_[:, :, first : first + tokens]
+        k_scale, v_scale = (s if s is None else s[part] for s in (self.k_scale, self.v_scale))
+        return Cache(self.k[part], self.v[part], self.owner, k_scale, v_scale)
 
 
 class ReferenceModel:
@@ -132,26 +144,86 @@ class ReferenceModel:
         """All zero: only passes on a GPU are counted."""
         return Stats()
 
+    @property
+    def max_prompts(self) -> None:
+        """Prompts of one pass: any number, as they are computed one after the other."""
+
+    @property
+    def pass_positions(self) -> None:
+        """Positions of all prompts of a pass: any number."""
+
     def forward(
         self, ids: ArrayLike, cache: Cache, *, logits: Literal["last", "all"] = "last"
     ) -> Array:
         """Append `ids` [nt] to `cache` and return float32 [1, vocab], or [nt, vocab] for "all".
 
-        Raises ValueError for ids that are not one row of integers in [0, vocab) or do not fit
-        into the cache, and NumericalError where a value is not finite; `cache` then keeps its
-        length.
+        Raises as `run`, and ValueError for ids that are not one row of integers in [0, vocab).
         """
-        if logits not in ("last", "all"):
-            raise ValueError(f"logits is {logits!r}; known: last, all")
-        ids = check_tokens(ids, self.config.vocab)
+        given: Array = self.run(
+            Batch.of_one(check_tokens(ids, self.config.vocab), cache, logits)
+        ).logits
+        return given
+
+    def run(self, batch: Batch) -> Output:
+        """Append the prompts of a batch to their caches.
+
+        Raises ValueError for a cache of another model or without room for its prompt, and
+        NumericalError where a value is not finite; the caches then keep their lengths.
+        """
+        normed = self._normed(batch)
+        hidden = np.concatenate([x[p.hidden] for p, x in zip(batch.prompts, normed, strict=True)])
+        logits = [self._logits(x[p.logits]) for p, x in zip(batch.prompts, normed, strict=True)]
+        self._appended(batch)
+        return Output(np.concatenate(logits) if len(batch.logits) else None, hidden)
+
+    def log_probs(self, batch: Batch, targets: NDArray[np.int32], *, most_bytes: int) -> Array:
+        """`run`, with the log-probability of one token after each row instead of logits.
+
+        Args:
+            targets: int32 [rows whose logits are wanted], a token for each.
+            most_bytes: of logits at a time; one row is always made.
+
+        Returns: float32 [rows].
+        """
+        normed = self._normed(batch)
+        x = np.concatenate([x[p.logits] for p, x in zip(batch.prompts, normed, strict=True)])
+        most, found = max(most_bytes // (4 * self.config.vocab), 1), np.empty(len(x), np.float32)
+        for first in range(0, len(x), most):
+            part = slice(first, first + most)
+            found[part] = log_probs(self._logits(x[part]), targets[part])
+        self._appended(batch)
+        return found
+
+    def _normed(self, batch: Batch) -> list[Array]:
+        """Of each prompt the rows after the output norm, [nt, hidden]; those that nothing is
+        wanted of are left undefined."""
+        caches = [prompt.cache for prompt in batch.prompts]
+        for prompt in batch.prompts:
+            self._check_cache(prompt.cache, len(prompt.ids))
+        if len({id(cache) for cache in caches}) < len(caches):
+            raise ValueError("two prompts of a pass share a cache")
+        found = []
+        for prompt in batch.prompts:
+            x = self._body(prompt.ids, prompt.cache)
+            kept = np.union1d(prompt.logits, prompt.hidden).astype(np.intp)
+            normed = np.empty_like(x)
+            normed[kept] = rms_norm(x[kept], self._output_norm, self.config.eps)
+            found.append(normed)
+        return found
+
+    def _check_cache(self, cache: Cache, rows: int) -> None:
         if not isinstance(cache, Cache) or cache.owner is not self:
             raise ValueError(f"this cache belongs to another model than {self.config.name}")
-        start, end = cache.length, cache.length + len(ids)
-        if end > cache.capacity:
+        if cache.length + rows > cache.capacity:
             raise ValueError(
-                f"{len(ids)} tokens after {start} exceed the cache's {cache.capacity} positions"
+                f"{rows} tokens after {cache.length} exceed the cache's {cache.capacity} positions"
             )
-        tables = {rope: rope_table(rope, np.arange(start, end)) for rope in self.config.ropes}
+
+    def _body(self, ids: NDArray[np.int32], cache: Cache) -> Array:
+        """The residual stream after the last layer, [nt, hidden]."""
+        start = cache.length
+        positions = np.arange(start, start + len(ids))
+        tables = {rope: rope_table(rope, positions) for rope in self.config.ropes}
         with np.errstate(over="ignore", invalid="ignore"):  # checked by name below
             x = np.float32(self.config.embedding_scale) * self._embedding[ids]
             for layer in range(self.config.layers):
@@ -160,13 +232,19 @@ class ReferenceModel:
                 x = x + self._joining(layer, "post_attention_norm", branch)
                 x = x + self._joining(layer, "post_ffw_norm", self._feed_forward(layer, x))
                 _require_finite(x, f"the output of layer {layer}")
-            x = x if logits == "all" else x[-1:]
-            normed = rms_norm(x, self._output_norm, self.config.eps)
-            result = self._rounded(normed, "the output matrix's input") @ self._output.T
-            result = softcap(result, self.config.logit_cap)
-        _require_finite(result, "the logits")
-        cache.length = end
-        return result
+        return x
+
+    def _logits(self, normed: Array) -> Array:
+        """Of rows [n, hidden] after the output norm: [n, vocab]."""
+        with np.errstate(over="ignore", invalid="ignore"):
+            product = self._rounded(normed, "the output matrix's input") @ self._output.T
+            logits = softcap(product, self.config.logit_cap)
+        _require_finite(logits, "the logits")
+        return logits
+
+    def _appended(self, batch: Batch) -> None:
+        for prompt in batch.prompts:
+            prompt.cache.length += len(prompt.ids)
 
     def close(self) -> None:
         """Gives the weights' memory back; the model cannot be used afterwards. Idempotent."""

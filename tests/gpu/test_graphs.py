@@ -21,6 +21,7 @@ from pyruntime.driver.program import Program
 from pyruntime.driver.stream import Stream
 from pyruntime.errors import CudaError, NumericalError
 from pyruntime.model import replay
+from pyruntime.model.decoder import Shape
 from pyruntime.ops.norm import norm
 
 TINY = "tiny-qwen2-q4_k_m"
@@ -152,7 +153,7 @@ def test_launches_overlap_within_a_graph(
     with load(overlap=overlap) as engine:
         for _ in range(2):
             engine.prefill([1, 2, 3])
-        recorded = engine.model._decoder.recorded(3, every_row=False, fresh=True)
+        recorded = engine.model._decoder.recorded(Shape(3, 3, 1, 1, fresh=True))
         assert recorded.graph is not None
         launches = recorded.body.launches
     able = gpu.device.compute_capability >= (9, 0) and overlap == "auto"

@@ -15,6 +15,7 @@ from pyruntime.cubin.installed import manifest, root
 from pyruntime.cubin.spec import read_specs
 from pyruntime.driver.library import Kernel
 from pyruntime.driver.program import Program
+from pyruntime.model.decoder import Shape
 from pyruntime.ops import qkv as module
 from pyruntime.ops.qkv import alike_heads, paired_rows, qkv
 from pyruntime.ops.rope import GROUP
@@ -101,7 +102,7 @@ def test_a_pass_of_many_rows_needs_no_rope(load: Load, rows: int, fused: bool) -
     assert model.weights.alike == asked(
         heads=engine.config.heads, kv_heads=engine.config.kv_heads, head_dim=engine.config.head_dim
     )
-    program = model._decoder.recorded(rows, every_row=False, fresh=True).body
+    program = model._decoder.recorded(Shape(rows, rows, 1, 1, fresh=True)).body
     roles = [launch.role for launch in program.launches]
     assert roles.count("qkv") == engine.config.layers
     assert roles.count("rope") == (0 if fused else engine.config.layers)

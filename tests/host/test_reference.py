@@ -186,7 +186,7 @@ def test_more_tokens_than_the_cache_holds(model: ReferenceModel) -> None:
 
 
 def test_unknown_modes(model: ReferenceModel, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="'first'; known: last, all"):
+    with pytest.raises(ValueError, match="'first': 'last' or 'all'"):
         model.forward([1], model.new_cache(1), logits="first")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="'bf16'; known: f32, fp16"):
         load(write_model(tmp_path / "n.gguf"), precision="bf16")

@@ -16,7 +16,10 @@ from fake_driver import FakeDriver
 
 from pyruntime import Engine
 from pyruntime.driver.program import Launch
+from pyruntime.driver.stream import Stream
 from pyruntime.errors import EngineError, OutOfMemoryError
+from pyruntime.model.batch import Batch
+from pyruntime.model.decoder import Shape
 from pyruntime.model.live import LiveBlock
 
 Load = Callable[..., Engine]
@@ -68,10 +71,10 @@ def test_attention_reads_the_staging_of_an_e4m3_cache(load: Load, attention: str
     engine.prefill([4, 5], cache=cache)
     decoder = engine.model._decoder
     live, staging = decoder.live, decoder.staging
-    seen = struct.unpack("<4i3Q", np.asarray(live.sequences))
+    seen = struct.unpack("<4i3Q", np.asarray(live.sequences)[0])
     assert seen == (0, 2, 3, 64, *(array.ptr for array in staging.arrays))
     assert staging.k.shape == (1, engine.config.kv_heads, 64, engine.config.head_dim)
-    held = struct.unpack("<4i4Q", np.asarray(live.stored))
+    held = struct.unpack("<4i4Q", np.asarray(live.stored)[0])
     arrays = (cache.k, cache.v, cache.k_scale, cache.v_scale)
     assert held == (0, 2, 3, 50, *(array.ptr for array in arrays))
 
@@ -81,7 +84,7 @@ def test_attention_reads_the_staging_of_an_e4m3_cache(load: Load, attention: str
                 return int(struct.unpack_from(form, launch._block, p.offset)[0])
         return None
 
-    launches = decoder.recorded(2, every_row=False, fresh=False).body.launches
+    launches = decoder.recorded(Shape(2, 2, 1, 1, fresh=False)).body.launches
     found = [
         (family, given(launch, "layer", "<i"), given(launch, "sequences", "<Q"))
         for launch in launches
@@ -108,7 +111,10 @@ def test_a_continuation_is_recorded_apart(load: Load) -> None:
             engine.prefill([1, 2], cache=cache)
         cache.close()
     passes = engine.model._decoder._passes
-    assert sorted(passes) == [(2, False, False), (2, False, True), (16, False, True)]
+    assert set(passes) == {
+        Shape(16, 16, 1, 1, fresh=True), Shape(2, 2, 1, 1, fresh=True),
+        Shape(2, 2, 1, 1, fresh=False),
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda:0"])
@@ -185,9 +191,9 @@ def test_threads_share_an_engine_without_a_cache_on_a_gpu(
     starts: list[int] = []
     upload = LiveBlock.upload
 
-    def noted(block: LiveBlock, *arguments: Any, start: int, **others: Any) -> None:
-        starts.append(start)
-        upload(block, *arguments, start=start, **others)
+    def noted(block: LiveBlock, stream: Stream, batch: Batch, **others: Any) -> None:
+        starts.append(batch.prompts[0].cache.length)
+        upload(block, stream, batch, **others)
 
     monkeypatch.setattr(LiveBlock, "upload", noted)
     run_threads(*[lambda: [engine.prefill([1] * 64) for _ in range(20)]] * 3)

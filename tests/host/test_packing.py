@@ -1,0 +1,195 @@
+"""How prompts of any lengths become passes, and what a pass of several is told."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+from fake_driver import FakeDriver
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pyruntime import Engine
+from pyruntime.model.batch import REGION, Batch, Prompt, runs, whole_regions
+from pyruntime.model.decoder import Shape, rounded_up
+from pyruntime.model.packing import passes
+
+Load = Callable[..., Engine]
+LENGTHS = st.lists(st.integers(1, 50), min_size=1, max_size=40)
+
+
+@given(LENGTHS, st.integers(1, 40), st.none() | st.integers(1, 6), st.none() | st.integers(50, 90))
+def test_every_token_is_in_one_pass_and_in_order(
+    lengths: list[int], rows: int, prompts: int | None, positions: int | None
+) -> None:
+    found = list(passes(lengths, rows=rows, prompts=prompts, positions=positions))
+    covered = [
+        (part.prompt, token) for p in found for part in p for token in range(part.first, part.last)
+    ]
+    assert covered == [(i, token) for i, length in enumerate(lengths) for token in range(length)]
+    for parts in found:
+        assert parts and sum(part.last - part.first for part in parts) <= rows
+        assert prompts is None or len(parts) <= prompts
+        assert len(parts) == 1 or all(part.last == lengths[part.prompt] for part in parts)
+        ends = [part.region + lengths[part.prompt] for part in parts]
+        assert all(end <= after.region for end, after in zip(ends, parts[1:], strict=False))
+        assert all(part.region % REGION == 0 for part in parts)
+        assert positions is None or len(parts) == 1 or ends[-1] <= positions
+
+
+@given(LENGTHS, st.integers(50, 200))
+def test_no_two_passes_in_a_row_would_have_been_one(lengths: list[int], rows: int) -> None:
+    sizes = [sum(p.last - p.first for p in parts) for parts in passes(lengths, rows=rows)]
+    firsts = [parts[0] for parts in passes(lengths, rows=rows)]
+    for (size, _), (_, following) in pairwise(zip(sizes, firsts, strict=True)):
+        assert size + following.last - following.first > rows
+
+
+def test_what_is_cached_before_takes_positions() -> None:
+    split = passes([10, 10, 10], starts=[0, 30, 0], rows=100, positions=70)
+    assert [[part.region for part in parts] for parts in split] == [[0, 16], [0]]
+    assert whole_regions(16) == 16 and whole_regions(17) == 32
+
+
+@given(st.lists(st.integers(0, 60), unique=True).map(sorted), st.integers(1, 9))
+def test_runs(rows: list[int], most: int) -> None:
+    found = runs(np.array(rows, np.int32), most)
+    assert [first + i for first, count in found for i in range(count)] == rows
+    assert all(1 <= count <= most for _, count in found)
+    for (first, count), (following, _) in pairwise(found):
+        assert first + count < following or count == most
+
+
+@given(st.integers(1, 1 << 20), st.integers(0, 1 << 20))
+def test_rounding_up_wastes_little(n: int, more: int) -> None:
+    assert n <= rounded_up(n, n + more) <= min(n * 17 / 16, n + more)
+
+
+# What a pass is told
+
+
+class Fixed:
+    """A cache that has a length and nothing else."""
+
+    def __init__(self, length: int = 0) -> None:
+        self.length = length
+
+
+def batch(*prompts: tuple[int, list[int], list[int]], start: int = 0) -> Batch:
+    def rows(values: list[int]) -> Any:
+        return np.array(values, np.int32)
+
+    return Batch([Prompt(rows([0] * n), Fixed(start), rows(a), rows(b)) for n, a, b in prompts])
+
+
+def test_rows_of_a_batch() -> None:
+    two = batch((3, [2], []), (4, [0, 3], [1, 3]))
+    assert two.rows == 7 and two.longest == 4 and two.fresh
+    assert two.logits.tolist() == [2, 3, 6] and two.hidden.tolist() == [4, 6]
+    assert two.kept.tolist() == [2, 3, 4, 6]
+    assert not batch((1, [], []), start=1).fresh
+
+
+@pytest.mark.parametrize(
+    ("prompts", "shape"),
+    [
+        ([(37, [36], [])], Shape(37, 37, 1, 1, True)),
+        ([(37, [], [])], Shape(37, 37, 1, 0, True)),
+        ([(37, list(range(37)), [])], Shape(37, 37, 1, 37, True)),
+        ([(37, [3, 9], [])], Shape(37, 37, 1, 2, True)),
+        ([(400, list(range(300)), [])], Shape(400, 400, 1, 400, True)),  # too many to be gathered
+        ([(37, [36], []), (34, [33], [])], Shape(72, 38, 2, 2, True)),
+        ([(37, [36], list(range(37)))] * 2, Shape(76, 38, 2, 76, True)),
+    ],
+)
+def test_shapes(prompts: list[Any], shape: Shape) -> None:
+    assert Shape.of(batch(*prompts), 512) == shape
+
+
+def test_live_values_of_packed_prompts(driver: FakeDriver, load: Load) -> None:
+    """Without caches of their own they lie side by side in the engine's."""
+    engine = load(max_tokens=64, kv_tokens=64)
+    results = engine.prefill([[1, 2, 3], [4] * 20, [5]])
+    assert [np.asarray(r.logits).shape for r in results] == [(1, engine.config.vocab)] * 3
+    live, cache = engine.model._decoder.live, engine._cache
+    assert np.asarray(live.live).tolist()[:3] == [24, 3, 3]
+    row_bytes = 2 * engine.config.head_dim
+    for i, (row, rows, first) in enumerate([(0, 3, 0), (3, 20, 16), (23, 1, 48)]):
+        entry = struct.unpack("<4i3Q", np.asarray(live.sequences)[i])
+        assert entry[:4] == (row, rows, 0, 64)
+        assert entry[4:6] == tuple(a.ptr + first * row_bytes for a in (cache.k, cache.v))
+    assert np.asarray(live.ids)[:24].tolist() == [1, 2, 3, *[4] * 20, 5]
+    assert np.asarray(live.positions)[:24].tolist() == [0, 1, 2, *range(20), 0]
+    assert np.asarray(live.sequence_of)[:24].tolist() == [0] * 3 + [1] * 20 + [2]
+    assert np.asarray(live.wanted_rows)[:3].tolist() == [2, 22, 23]
+    assert driver.misuse == []
+
+
+def test_live_values_of_packed_8_bit_prompts(load: Load) -> None:
+    """Each is widened into a place of its own in the staging cache."""
+    engine = load(kv_dtype="e4m3", max_tokens=64, kv_tokens=64)
+    caches = [engine.new_cache(n) for n in (8, 24)]
+    for step in ([[1, 2], [3]], [[1], [3] * 7]):
+        engine.prefill(step, cache=caches)
+    live, staging = engine.model._decoder.live, engine.model._decoder.staging
+    row_bytes = 2 * engine.config.head_dim
+    for i, (row, rows, start, first) in enumerate([(0, 1, 2, 0), (1, 7, 1, 16)]):
+        seen = struct.unpack("<4i3Q", np.asarray(live.sequences)[i])
+        assert seen[:4] == (row, rows, start, 64)
+        assert seen[4:6] == tuple(a.ptr + first * row_bytes for a in (staging.k, staging.v))
+        stored = struct.unpack("<4i4Q", np.asarray(live.stored)[i])
+        assert stored == (row, rows, start, caches[i].capacity, *(a.ptr for a in caches[i].arrays))
+
+
+def test_each_region_has_maps_of_its_own(driver: FakeDriver, load: Load) -> None:
+    """They begin where it does, end where the cache does, and are made once."""
+    engine = load(max_tokens=64, kv_tokens=64)
+    made: list[tuple[int, list[int]]] = []
+    driver.hook = lambda name, given: (
+        made.append((given[2], [int(n) for n in given[3]]))
+        if name == "cuTensorMapEncodeTiled"
+        else None
+    )
+    engine.prefill([[1] * 3] * 3)
+    cache, row_bytes = engine._cache, 2 * engine.config.head_dim
+    bases = {
+        a.ptr + first * row_bytes: 64 - first for a in (cache.k, cache.v) for first in (16, 32)
+    }
+    own = [(address, sizes) for address, sizes in made if address in bases]
+    assert {address for address, _ in own} == set(bases) or not own  # no kernel that copies by maps
+    assert all(sizes[1] == bases[address] for address, sizes in own)
+    made.clear()
+    engine.prefill([[1] * 3] * 3)
+    assert not [address for address, _ in made if address in bases]
+
+
+def test_a_batch_that_a_model_cannot_take_is_refused(load: Load) -> None:
+    engine = load(max_tokens=8, kv_tokens=8)
+    cache, other = engine.new_cache(4), engine.new_cache(4)
+
+    def run(*prompts: tuple[int, Any]) -> None:
+        parts = [Prompt(np.zeros(n, np.int32), c) for n, c in prompts]
+        engine.model.run(Batch(parts))
+
+    for prompts, text in (
+        ([(1, cache), (1, cache)], "share a cache"),
+        ([(4, cache), (5, other)], "5 tokens after 0 exceed"),
+        ([(4, engine.new_cache(8)), (5, engine.new_cache(8))], "9 tokens in one pass"),
+    ):
+        with pytest.raises(ValueError, match=text):
+            run(*prompts)
+    assert cache.length == other.length == 0
+
+
+def test_8_bit_caches_that_staging_cannot_hold_at_once_take_turns(load: Load) -> None:
+    engine = load(kv_dtype="e4m3", max_tokens=64, kv_tokens=40)
+    caches = [engine.new_cache(30) for _ in range(3)]
+    engine.prefill([[1] * 20] * 3, cache=caches)
+    assert engine.stats().misses + engine.stats().hits == 3
+    parts = [Prompt(np.zeros(1, np.int32), cache) for cache in caches]
+    with pytest.raises(ValueError, match="positions in 8-bit caches"):
+        engine.model.run(Batch(parts))
