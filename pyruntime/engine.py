@@ -5,18 +5,23 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol, overload
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from pyruntime.errors import EngineError
 from pyruntime.gguf import GGUFFile
+from pyruntime.model import calls
+from pyruntime.model.batch import Batch, Output, Rows
+from pyruntime.model.calls import Call, Gathered, Hidden, named
 from pyruntime.model.config import ModelConfig
+from pyruntime.model.packing import Part
+from pyruntime.model.scoring import Scored, windows
 from pyruntime.model.stats import Stats
 from pyruntime.model.tokens import check_tokens
 from pyruntime.options import check_options, choose_device, free_memory, sizes
@@ -25,7 +30,11 @@ if TYPE_CHECKING:
     from pyruntime.model.footprint import Plan
     from pyruntime.text.tokenizer import Tokenizer
 
+LOGITS_BYTES = 256 << 20  # of logits at a time, where only log-probabilities are wanted
+
 Progress = Callable[[int], object]
+Ids = Sequence[int] | NDArray[np.integer[Any]]
+Logits = Literal["none", "last", "all"] | Sequence[int] | NDArray[np.integer[Any]]
 
 
 class Cache(Protocol):
@@ -54,8 +63,15 @@ class Model(Protocol):
     config: ModelConfig
     kv_dtype: str
 
+    @property
+    def max_prompts(self) -> int | None: ...
+    @property
+    def pass_positions(self) -> int | None: ...
     def new_cache(self, tokens: int) -> Any: ...
-    def forward(self, ids: ArrayLike, cache: Any, *, logits: Literal["last", "all"]) -> Any: ...
+    def run(self, batch: Batch) -> Output: ...
+    def log_probs(
+        self, batch: Batch, targets: NDArray[np.int32], *, most_bytes: int
+    ) -> NDArray[np.float32]: ...
     def launches(self) -> dict[str, int]: ...
     def stats(self) -> Stats: ...
     def close(self) -> None: ...
@@ -63,15 +79,17 @@ class Model(Protocol):
 
 @dataclass(frozen=True)
 class Result:
-    """What a prefill gives.
+    """What a prefill gives for a prompt.
 
     Attributes:
-        logits: float32 [1, vocab] ("last") or [nt, vocab] ("all"); a NumPy array, or an array in
-            device memory of which `np.asarray` makes a copy.
-        hidden: reserved for hidden states; None.
+        logits: float32 [rows, vocab] for the rows that were asked for, None for "none"; a NumPy
+            array, or an array in device memory of which `np.asarray` makes a copy.
+        hidden: float32 [1, hidden], a NumPy array: the state after the output norm of the last row
+            ("last"), or the mean over all rows ("mean"); None if it was not asked for.
         cache: the cache that was passed in, or None.
         tokens: how many ids were processed.
-        timings: seconds: "wall", and on a GPU "gpu" (between events around the passes).
+        timings: seconds of the whole call, all its prompts included: "wall", and on a GPU "gpu"
+            (between events around the passes).
         path: the backend and device that did it, such as "cuda:0 (NVIDIA H200)" or "cpu (NumPy)",
             the attention kernel and kv_dtype where others than the default were asked for, and
             weights where they are "per-layer".
@@ -287,73 +305,220 @@ class Engine:
         self._check_open()
         return self._model.new_cache(tokens)
 
+    @overload
+    def prefill(
+        self, ids: Ids, *, cache: Cache | None = ..., logits: Logits = ..., hidden: Hidden = ...
+    ) -> Result: ...
+
+    @overload
     def prefill(
         self,
-        ids: ArrayLike,
+        ids: Sequence[Ids],
         *,
-        cache: Cache | None = None,
-        logits: Literal["last", "all"] = "last",
-        hidden: None = None,
-    ) -> Result:
-        """Runs a prompt.
+        cache: Sequence[Cache] | None = ...,
+        logits: Logits | Sequence[Logits] = ...,
+        hidden: Hidden = ...,
+    ) -> list[Result]: ...
+
+    def prefill(
+        self, ids: Any, *, cache: Any = None, logits: Any = "last", hidden: Hidden = None
+    ) -> Result | list[Result]:
+        """Runs a prompt, or a list of prompts packed into as few passes as they fit, unpadded.
 
         Args:
-            ids: token ids, a sequence or int array of shape [nt], nt >= 1.
-            cache: continue this cache; without one the call leaves no state behind.
-            logits: for the last row, or for all.
+            ids: token ids, a sequence or int array of shape [nt], nt >= 1; or a list or tuple of
+                such prompts, of any lengths: then the results are a list, in their order.
+            cache: continue this cache; without one the call leaves no state behind. For a list of
+                prompts a list of as many different caches.
+            logits: of the "last" row, of "all", of "none", or of the rows at these positions of
+                `ids` (ascending; negative ones count from the end). For a list of prompts
+                positions are a list with those of each.
+            hidden: also the hidden state: see `Result`.
 
         Raises:
             ValueError: bad ids, a cache of another engine or kv_dtype, more than the cache (or
                 `kv_tokens`) holds, or more than the model's context length.
             NumericalError: a value left its range; the text names layer and tensor.
             CudaError, EngineError: see `pyruntime.errors`.
+
+        Whatever is raised, all caches are as long as before.
         """
-        if hidden is not None:
-            raise ValueError(f"hidden={hidden!r} is not supported")
-        if logits not in ("last", "all"):
-            raise ValueError(f"logits={logits!r}: 'last' or 'all'")
-        tokens = check_tokens(ids, self.config.vocab)
+        if calls.several(ids):
+            return self._prefill(ids, cache, logits, hidden)
         started = time.perf_counter()
+        return self._given([self._call(ids, cache, logits, hidden)], started)[0]
+
+    def _prefill(self, prompts: Any, cache: Any, logits: Any, hidden: Hidden) -> list[Result]:
+        """Of several prompts."""
+        started, count = time.perf_counter(), len(prompts)
+        each = logits if isinstance(logits, (list, tuple)) else [logits] * count
+        caches = [None] * count if cache is None else cache
+        for name, given in (("cache", caches), ("logits", each)):
+            if not isinstance(given, (list, tuple)) or len(given) != count:
+                raise ValueError(f"{name}: a list of {count} is needed, one for each prompt")
+        asked = zip(prompts, caches, each, strict=True)
+        return self._given(named(asked, lambda parts: self._call(*parts, hidden)), started)
+
+    def _call(self, ids: Any, cache: Any, logits: Any, hidden: Hidden) -> Call:
+        tokens = check_tokens(ids, self.config.vocab)
+        nt = len(tokens)
+        return Call(tokens, cache, calls.wanted_logits(logits, nt), calls.wanted_hidden(hidden, nt))
+
+    def _given(self, asked: Sequence[Call], started: float) -> list[Result]:
+        """What comes of calls that began at `started`."""
+        gathered = Gathered(asked)
+
+        def step(batch: Batch, parts: list[Part]) -> None:
+            given = self._model.run(batch)
+            gathered.take(batch, parts, given.logits, given.hidden)
+
+        timings = self._run(asked, step)
+        timings["wall"] = time.perf_counter() - started
+        return [
+            Result(
+                gathered.logits(i), gathered.hidden(i), call.cache, len(call.ids), dict(timings),
+                self.path,
+            )
+            for i, call in enumerate(asked)
+        ]  # fmt: skip
+
+    def _run(
+        self, asked: Sequence[Call], step: Callable[[Batch, list[Part]], object]
+    ) -> dict[str, float]:
+        """Makes the passes of all calls, and returns the seconds that the GPU took, if one did."""
+        timings: dict[str, float] = {}
+
+        def timed(batch: Batch, parts: list[Part]) -> None:
+            step(batch, parts)
+            if seconds := getattr(self._model, "gpu_seconds", 0.0):
+                timings["gpu"] = timings.get("gpu", 0.0) + seconds
+
         self._check_open()
         with self._lock:
             self._check_open()
-            target = cache if cache is not None else self._scratch(len(tokens))
-            parts, gpu_seconds = self._run(tokens, target, logits)
-        out = parts[-1] if logits == "last" or len(parts) == 1 else np.concatenate(parts)
-        timings = {"wall": time.perf_counter() - started}
-        if gpu_seconds:
-            timings["gpu"] = gpu_seconds
-        return Result(out, None, cache, len(tokens), timings, self.path)
+            calls.check_room(asked, self._model.kv_dtype, self.config.context_length)
+            stateless = [len(call.ids) for call in asked if call.cache is None]
+            scratch = self._scratch(max(stateless)) if stateless else None
+            calls.run(self._model, asked, timed, rows=self.max_tokens, scratch=scratch)
+        return timings
 
-    def _run(
-        self, tokens: NDArray[np.int32], cache: Any, logits: Literal["last", "all"]
-    ) -> tuple[list[Any], float]:
-        """Logits of each pass, and GPU seconds. A prompt is stored whole or not at all."""
-        start, parts, gpu_seconds = cache.length, [], 0.0
-        if not isinstance(start, int) or not 0 <= start <= cache.capacity:
-            raise ValueError(f"the cache's length is {start!r}, not within 0 and {cache.capacity}")
-        if cache.kv_dtype != self._model.kv_dtype:
-            raise ValueError(
-                f"this cache holds {cache.kv_dtype}; the engine was loaded with "
-                f"kv_dtype={self._model.kv_dtype!r}"
-            )
-        for most, what in (
-            (cache.capacity, "the cache's {} positions"),
-            (self.config.context_length, "the model's context of {} tokens"),
-        ):
-            if start + len(tokens) > most:
-                raise ValueError(f"{len(tokens)} tokens after {start} exceed {what.format(most)}")
-        try:
-            for first in range(0, len(tokens), self.max_tokens):
-                chunk = tokens[first : first + self.max_tokens]
-                part = self._model.forward(chunk, cache, logits=logits)
-                # Of a prompt in one pass the array itself, of many passes copies on the host.
-                parts.append(part if len(chunk) == len(tokens) else np.asarray(part))
-                gpu_seconds += getattr(self._model, "gpu_seconds", 0.0)
-        except BaseException:
-            cache.length = start
-            raise
-        return parts, gpu_seconds
+    def score(
+        self,
+        prompts: Sequence[str | Ids],
+        continuations: Sequence[str | Ids],
+        *,
+        logits_bytes: int = LOGITS_BYTES,
+    ) -> list[list[float | None]]:
+        """The log-probability of each token of each continuation, after its prompt.
+
+        The token at index i of prompt and continuation together has
+        log softmax(logits of row i - 1)[token]. All pairs are packed into as few passes as they
+        fit.
+
+        Args:
+            prompts, continuations: token ids, or texts; as many of the one as of the other. Of two
+                texts the whole is tokenized, and the tokens after as many as the prompt alone
+                comes to are the continuation's. A prompt may be empty.
+            logits_bytes: what logits may take at a time.
+
+        Returns: natural logarithms; None for a token that nothing precedes.
+
+        Raises: as `prefill`; TokenizerError for text without a vocabulary.
+        """
+        if len(prompts) != len(continuations):
+            raise ValueError(f"{len(prompts)} prompts and {len(continuations)} continuations")
+        pairs = zip(prompts, continuations, strict=True)
+        texts = named(pairs, lambda pair: self._halves(*pair))
+        return self._score(texts, logits_bytes)
+
+    def _halves(self, prompt: str | Ids, continuation: str | Ids) -> tuple[Rows, Rows]:
+        """The ids of a prompt and of its continuation."""
+        context = self._ids(prompt)
+        if isinstance(prompt, str) and isinstance(continuation, str):
+            return context, self._ids(prompt + continuation)[len(context) :]
+        return context, self._ids(continuation, begins=False)
+
+    def _score(self, texts: Sequence[tuple[Rows, Rows]], most: int) -> list[list[float | None]]:
+        if most < 1:
+            raise ValueError(f"logits_bytes={most}: at least 1")
+        scored = Scored(texts)
+
+        def step(batch: Batch, parts: list[Part]) -> None:
+            targets = scored.targets(batch, parts)
+            found = self._model.log_probs(batch, targets, most_bytes=most)
+            scored.take(batch, parts, found)
+
+        if scored.calls:
+            self._run(scored.calls, step)
+        return scored.results()
+
+    def perplexity(
+        self,
+        text: str | Ids,
+        *,
+        window: int | None = None,
+        stride: int | None = None,
+        logits_bytes: int = LOGITS_BYTES,
+    ) -> float:
+        """exp of the mean negative log-likelihood of a text's tokens, all but the first one.
+
+        A text that is longer than a window is read in several, as
+        https://huggingface.co/docs/transformers/perplexity does: each token is scored once, after
+        what precedes it in the first window that reaches it.
+
+        Args:
+            window: tokens; by default the context length, or `kv_tokens` if that is less.
+            stride: tokens from one window to the next, at most `window`; by default half of it.
+
+        Raises: as `score`; ValueError for a text of fewer than two tokens.
+        """
+        ids = self._ids(text)
+        longest = min(self.config.context_length, self.kv_tokens)
+        window = longest if window is None else window
+        stride = max(window // 2, 1) if stride is None else stride
+        if window < 2 or not 1 <= stride < window:
+            raise ValueError(f"window={window}, stride={stride}: at least 2, and 1 to less than it")
+        if len(ids) < 2:
+            raise ValueError(f"the perplexity of {len(ids)} tokens: at least 2 are needed")
+        scores = self._score(windows(ids, window, stride), logits_bytes)
+        return float(np.exp(-np.mean([score for part in scores for score in part])))
+
+    def embed(
+        self,
+        texts: Sequence[str | Ids],
+        *,
+        pooling: Literal["mean", "last"] = "mean",
+        normalize: bool = False,
+    ) -> NDArray[np.float32]:
+        """A vector for each text: float32 [texts, hidden].
+
+        Args:
+            texts: or token ids.
+            pooling: of the states after the output norm: their "mean", or the "last" one.
+            normalize: to length 1.
+
+        Raises: as `prefill`; TokenizerError for text without a vocabulary.
+        """
+        if pooling not in ("mean", "last"):
+            raise ValueError(f"pooling={pooling!r}: 'mean' or 'last'")
+        if isinstance(texts, str):
+            raise ValueError("texts: a list is needed, even for one text")
+        prompts = named(texts, lambda text: self._ids(text, ends=True))
+        found = self._prefill(prompts, None, "none", pooling) if prompts else []
+        vectors = np.concatenate([np.empty((0, self.config.hidden)), *(r.hidden for r in found)])
+        if normalize:
+            vectors = vectors / np.linalg.norm(vectors, axis=1, keepdims=True)
+        return vectors.astype(np.float32)
+
+    def _ids(self, text: str | Ids, *, begins: bool = True, ends: bool = False) -> Rows:
+        """Ids as they are, checked, which may be none; or those of a text.
+
+        With BOS where it `begins` and EOS where it `ends`, if the model has them there.
+        """
+        if not isinstance(text, str):
+            return check_tokens(text, self.config.vocab, empty=True)
+        ids = self.tokenizer.encode(text, add_special=begins)
+        return ids[:-1] if begins and not ends and self.tokenizer.adds_eos else ids
 
     def generate(self, ids: ArrayLike, n: int) -> list[int]:
         """Up to `n` greedy tokens after `ids`, each the argmax of the logits; stops before EOS.
@@ -364,7 +529,7 @@ class Engine:
             raise ValueError(f"n is {n}; it must not be negative")
         prompt = check_tokens(ids, self.config.vocab)
         cache = self.new_cache(len(prompt) + max(n, 1))
-        step: ArrayLike = prompt
+        step: Ids = prompt
         out: list[int] = []
         stop = self._stop_ids
         while len(out) < n:
@@ -395,7 +560,7 @@ class Engine:
         return frozenset(self.tokenizer.eos_ids if self.has_vocabulary else ())
 
     def _scratch(self, tokens: int) -> Any:
-        """The cache behind calls without one, emptied."""
+        """The cache behind calls without one."""
         if self._kv_limit is not None and tokens > self._kv_limit:
             raise ValueError(
                 f"{tokens} tokens without a cache; this engine was loaded with "
@@ -404,7 +569,6 @@ class Engine:
         if self._cache is None or self._cache.capacity < tokens:
             self._cache = None  # give the smaller one back first
             self._cache = self._model.new_cache(max(tokens, self.kv_tokens))
-        self._cache.length = 0
         return self._cache
 
     def _check_open(self) -> None:

@@ -28,8 +28,8 @@ _BYTE_OF_CHAR = {256 + n: byte for n, byte in enumerate(sorted(set(range(256)) -
 class Tokenizer:
     """Encodes and decodes as the model was trained to. Any number of threads may use one.
 
-    `bos_id`, `eos_id`, `unk_id` are None where the model has none; `eos_ids` are all tokens that
-    end a generation; `chat_template` is the Jinja source for `pyruntime.text.chat.render`.
+    `bos_id`, `eos_id`, `unk_id` are None where the model has none; `adds_eos` tells whether special
+    tokens end a text, too; `eos_ids` are all tokens that end a generation; `chat_template` is the Jinja source for `pyruntime.text.chat.render`.
     """
 
     def __init__(self, vocabulary: Vocabulary, chat_template: str | None = None) -> None:
@@ -39,6 +39,7 @@ class Tokenizer:
         self.eos_id = vocabulary.eos_id
         self.unk_id = vocabulary.unk_id
         self.eos_ids = vocabulary.eos_ids
+        self.adds_eos = vocabulary.add_eos
         self.chat_template = chat_template
         types = vocabulary.types
         special = np.isin(types, (TokenType.UNKNOWN, TokenType.CONTROL))

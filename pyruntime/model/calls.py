@@ -1,0 +1,221 @@
+"""Prompts that are asked for together, through as many passes as they need."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol, TypeVar
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from pyruntime.model.batch import NONE, Batch, Prompt, Rows
+from pyruntime.model.packing import Part, passes
+
+Hidden = Literal["last", "mean"] | None
+T = TypeVar("T")
+U = TypeVar("U")
+
+
+class Model(Protocol):
+    """What of a backend the passes depend on."""
+
+    @property
+    def max_prompts(self) -> int | None: ...
+
+    @property
+    def pass_positions(self) -> int | None: ...
+
+
+@dataclass
+class Call:
+    """One prompt, and what is wanted of it.
+
+    Attributes:
+        ids: int32 [nt], nt >= 1, each below the vocabulary. cache: to be continued; None: nothing
+            is left behind.
+        logits, hidden: ascending rows, int32.
+    """
+
+    ids: Rows
+    cache: Any
+    logits: Rows = field(default_factory=lambda: NONE)
+    hidden: Rows = field(default_factory=lambda: NONE)
+
+    @property
+    def start(self) -> int:
+        """Positions that the cache holds before."""
+        return self.cache.length if self.cache is not None else 0
+
+
+def named(items: Iterable[T], make: Callable[[T], U]) -> list[U]:
+    """`make` of each; what it refuses is named by its place.
+
+    Raises ValueError.
+    """
+    made = []
+    for place, item in enumerate(items):
+        try:
+            made.append(make(item))
+        except ValueError as error:
+            raise ValueError(f"prompt {place}: {error}") from None
+    return made
+
+
+def wanted_logits(logits: Any, nt: int) -> Rows:
+    """The rows that `logits` of `Engine.prefill` stands for, of a prompt of `nt` tokens.
+
+    Raises ValueError.
+    """
+    match logits:
+        case "none":
+            return NONE
+        case "last":
+            return np.array([nt - 1], np.int32)
+        case "all":
+            return np.arange(nt, dtype=np.int32)
+        case str():
+            raise ValueError(f"logits={logits!r}: 'none', 'last', 'all' or positions")
+    rows = np.asarray(logits)
+    if rows.ndim != 1 or rows.dtype.kind not in "iu" or not rows.size:
+        raise ValueError(
+            f"logits={logits!r}: 'none', 'last', 'all' or positions, integers in a row"
+        )
+    if rows.min() < -nt or rows.max() >= nt:
+        raise ValueError(f"logits={logits!r}: positions of a prompt of {nt} tokens")
+    rows = np.where(rows < 0, rows + nt, rows).astype(np.int32)
+    if (np.diff(rows) <= 0).any():
+        raise ValueError(f"logits={logits!r}: positions must ascend")
+    return rows
+
+
+def wanted_hidden(hidden: Hidden, nt: int) -> Rows:
+    """The rows that `hidden` of `Engine.prefill` is made of. Raises ValueError."""
+    if hidden not in (None, "last", "mean"):
+        raise ValueError(f"hidden={hidden!r}: None, 'last' or 'mean'")
+    if hidden is None:
+        return NONE
+    return wanted_logits("all" if hidden == "mean" else "last", nt)
+
+
+def check_room(calls: Sequence[Call], kv_dtype: str, context: int) -> None:
+    """Refuses, before anything is computed, caches that cannot take their prompts."""
+    for call in calls:
+        cache, start = call.cache, call.start
+        limits = [(context, f"the model's context of {context} tokens")]
+        if cache is not None:
+            capacity = cache.capacity
+            if not isinstance(start, int) or not 0 <= start <= capacity:
+                raise ValueError(f"the cache's length is {start!r}, not within 0 and {capacity}")
+            if cache.kv_dtype != kv_dtype:
+                raise ValueError(
+                    f"this cache holds {cache.kv_dtype}; the engine was loaded with "
+                    f"kv_dtype={kv_dtype!r}"
+                )
+            limits.insert(0, (capacity, f"the cache's {capacity} positions"))
+        for most, what in limits:
+            if start + len(call.ids) > most:
+                raise ValueError(f"{len(call.ids)} tokens after {start} exceed {what}")
+
+
+def run(
+    model: Model,
+    calls: Sequence[Call],
+    step: Callable[[Batch, list[Part]], object],
+    *,
+    rows: int,
+    scratch: Any,
+) -> None:
+    """Runs the passes of all calls; their caches are filled for all of them, or for none.
+
+    Args:
+        step: makes a pass; `Part.prompt` is the place of its call.
+        rows: of a pass at most.
+        scratch: a cache for calls that have none, with room for each; None if there are no such.
+    """
+    starts = [call.start for call in calls]
+    limits = [model.pass_positions, None if scratch is None else scratch.capacity]
+    plan = passes(
+        [len(call.ids) for call in calls],
+        starts=starts,
+        rows=rows,
+        prompts=model.max_prompts,
+        positions=min((n for n in limits if n is not None), default=None),
+    )
+    regions: dict[int, Any] = {}
+
+    def cache_of(part: Part) -> Any:
+        call = calls[part.prompt]
+        if call.cache is not None:
+            return call.cache
+        if part.prompt not in regions:
+            regions[part.prompt] = scratch.region(part.region, len(call.ids))
+        return regions[part.prompt]
+
+    try:
+        for parts in plan:
+            prompts = [_prompt(calls[part.prompt], part, cache_of(part)) for part in parts]
+            step(Batch(prompts), parts)
+    except BaseException:
+        for call, start in zip(calls, starts, strict=True):
+            if call.cache is not None:
+                call.cache.length = start
+        raise
+
+
+def _prompt(call: Call, part: Part, cache: Any) -> Prompt:
+    def within(rows: Rows) -> Rows:
+        first, last = np.searchsorted(rows, (part.first, part.last))
+        return rows[first:last] - np.int32(part.first)
+
+    return Prompt(call.ids[part.first : part.last], cache, within(call.logits), within(call.hidden))
+
+
+class Gathered:
+    """Logits and pooled hidden states of `calls`, as their passes give them."""
+
+    def __init__(self, calls: Sequence[Call]) -> None:
+        self._calls = calls
+        self._logits: list[list[Any]] = [[] for _ in calls]
+        self._sums: list[Any] = [0.0] * len(calls)
+
+    def take(self, batch: Batch, parts: list[Part], logits: Any, hidden: NDArray[Any]) -> None:
+        """What a pass gave: logits [rows, vocab] or None, and hidden states [rows, hidden]."""
+        row = state = 0
+        for prompt, part in zip(batch.prompts, parts, strict=True):
+            rows, states = len(prompt.logits), len(prompt.hidden)
+            call = self._calls[part.prompt]
+            if rows:
+                own = _rows(logits, row, row + rows, len(batch.logits))
+                # Of a prompt in one pass the array itself, of many passes copies on the host.
+                whole = rows == len(call.logits)
+                self._logits[part.prompt].append(own if whole else np.asarray(own))
+            if states:
+                self._sums[part.prompt] += hidden[state : state + states].sum(0, dtype=np.float64)
+            row, state = row + rows, state + states
+
+    def logits(self, place: int) -> Any:
+        """Float32 [rows, vocab] of a call, or None."""
+        parts = self._logits[place]
+        if len(parts) < 2:
+            return parts[0] if parts else None
+        return np.concatenate(parts)
+
+    def hidden(self, place: int) -> NDArray[np.float32] | None:
+        """Float32 [1, hidden] of a call, the mean of its rows, or None."""
+        count = len(self._calls[place].hidden)
+        if not count:
+            return None
+        mean: NDArray[np.float32] = (self._sums[place] / count).astype(np.float32)[None]
+        return mean
+
+
+def _rows(array: Any, first: int, last: int, count: int) -> Any:
+    if last - first == count:
+        return array
+    return array[first:last] if isinstance(array, np.ndarray) else array.rows(first, last)
+
+
+def several(ids: ArrayLike) -> bool:
+    """Whether these are prompts and not the ids of one."""
+    return isinstance(ids, (list, tuple)) and any(np.ndim(part) for part in ids[:1])

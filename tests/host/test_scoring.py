@@ -1,0 +1,214 @@
+"""Prompts in lists, rows that are asked for, scores, perplexity and embeddings, in NumPy."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from goldens import GOLDEN
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pyruntime import Engine
+from pyruntime.errors import NumericalError
+from pyruntime.model.scores import log_probs
+from pyruntime.model.scoring import windows
+
+PATH = GOLDEN / "tiny-qwen3-q4_k_m.gguf"
+PROMPTS = [[1, 2, 3], [7] * 11, [5], list(range(40, 62))]
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[Engine]:
+    with Engine.load(PATH, device="cpu", max_tokens=16, kv_tokens=40) as engine:
+        yield engine
+
+
+def softmax(logits: Any) -> Any:
+    wide = np.asarray(logits, np.float64)
+    wide = np.exp(wide - wide.max(-1, keepdims=True))
+    return wide / wide.sum(-1, keepdims=True)
+
+
+# Lists
+
+
+@pytest.mark.parametrize("logits", ["last", "all"])
+def test_a_row_in_a_list_is_that_of_the_prompt_alone(engine: Engine, logits: Any) -> None:
+    """Bit for bit, of prompts in one pass; the last one takes two."""
+    for result, ids in zip(engine.prefill(PROMPTS, logits=logits), PROMPTS, strict=True):
+        alone = engine.prefill(ids, logits=logits)
+        assert result.tokens == len(ids) and result.cache is None
+        np.testing.assert_array_equal(result.logits, alone.logits)
+
+
+def test_lists_go_on_in_caches_of_their_own(engine: Engine) -> None:
+    caches = [engine.new_cache(30) for _ in PROMPTS]
+    engine.prefill([ids[:1] for ids in PROMPTS], cache=caches, logits="none")
+    rest = [ids[1:] or [9] for ids in PROMPTS]
+    results = engine.prefill(rest, cache=caches)
+    for result, cache, ids, more in zip(results, caches, PROMPTS, rest, strict=True):
+        assert result.cache is cache and cache.length == 1 + len(more)
+        whole = engine.prefill([*ids[:1], *more])
+        np.testing.assert_allclose(result.logits, whole.logits, atol=1e-4)
+
+
+def test_a_list_of_one_and_of_arrays(engine: Engine) -> None:
+    (one,) = engine.prefill([[4, 5]])
+    (other,) = engine.prefill((np.array([4, 5]),))
+    np.testing.assert_array_equal(one.logits, engine.prefill([4, 5]).logits)
+    np.testing.assert_array_equal(one.logits, other.logits)
+
+
+def test_all_caches_of_a_list_are_filled_or_none(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    caches = [engine.new_cache(30) for _ in PROMPTS]
+    engine.prefill([[3]] * 4, cache=caches)
+    run, passes = engine.model.run, []
+
+    def fails_late(batch: Any) -> Any:
+        passes.append(batch)
+        if len(passes) == 3:
+            raise NumericalError("made up")
+        return run(batch)
+
+    monkeypatch.setattr(engine.model, "run", fails_late)
+    with pytest.raises(NumericalError, match="made up"):
+        engine.prefill(PROMPTS, cache=caches)
+    assert len(passes) == 3 and [cache.length for cache in caches] == [1] * 4
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ({"ids": [[1], [300]]}, "prompt 1: token id 300"),
+        ({"ids": [[1], []]}, "prompt 1: token ids are empty"),
+        ({"ids": [[1], [2]], "cache": [None]}, "cache: a list of 2"),
+        ({"ids": [[1], [2]], "logits": [[0]]}, "logits: a list of 2"),
+        ({"ids": [[1], [2]], "logits": [[0], [1]]}, "prompt 1: .*positions of a prompt of 1 token"),
+        ({"ids": [[1], [2] * 41]}, "kv_tokens=40"),
+        ({"ids": [1], "logits": "first"}, "logits='first'"),
+        ({"ids": [1], "logits": []}, "logits="),
+        ({"ids": [1, 2], "logits": [1, 0]}, "ascend"),
+        ({"ids": [1, 2], "logits": [0.5]}, "logits="),
+        ({"ids": [1], "hidden": "first"}, "hidden='first'"),
+    ],
+)
+def test_what_cannot_be_asked_for(engine: Engine, arguments: dict[str, Any], text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        engine.prefill(**arguments)
+
+
+# Rows
+
+
+@pytest.mark.parametrize("ids", PROMPTS)
+def test_rows_that_are_asked_for(engine: Engine, ids: list[int]) -> None:
+    every = engine.prefill(ids, logits="all").logits
+    assert engine.prefill(ids, logits="none").logits is None
+    rows = sorted({0, len(ids) // 2, len(ids) - 1})
+    np.testing.assert_allclose(engine.prefill(ids, logits=rows).logits, every[rows], atol=1e-5)
+    np.testing.assert_allclose(engine.prefill(ids, logits=[-1]).logits, every[-1:], atol=1e-5)
+
+
+@pytest.mark.parametrize("ids", PROMPTS)
+def test_hidden_states_are_what_the_output_matrix_takes(engine: Engine, ids: list[int]) -> None:
+    last = engine.prefill(ids, logits="last", hidden="last")
+    assert last.hidden.shape == (1, engine.config.hidden) and last.hidden.dtype == np.float32
+    product = last.hidden @ engine.model._output.T
+    np.testing.assert_allclose(product, last.logits, rtol=1e-4, atol=1e-4)
+    mean = engine.prefill(ids, logits="none", hidden="mean").hidden
+    states = [engine.prefill(ids[: n + 1], hidden="last").hidden[0] for n in range(len(ids))]
+    np.testing.assert_allclose(mean[0], np.mean(states, axis=0), rtol=1e-3, atol=1e-3)
+
+
+# Scores
+
+
+@given(st.integers(0, 2**32), st.integers(1, 5), st.integers(1, 40), st.floats(0.1, 1000))
+def test_log_probs(seed: int, rows: int, vocab: int, scale: float) -> None:
+    random = np.random.default_rng(seed)
+    logits = (scale * random.standard_normal((rows, vocab))).astype(np.float32)
+    targets = random.integers(0, vocab, rows).astype(np.int32)
+    wide = logits.astype(np.float64) - logits.max(axis=1, keepdims=True)
+    expected = wide[np.arange(rows), targets] - np.log(np.exp(wide).sum(axis=1))
+    np.testing.assert_allclose(log_probs(logits, targets), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("logits_bytes", [1, 5000, 1 << 20])
+def test_scores_are_of_the_tokens_and_not_of_those_beside_them(
+    engine: Engine, logits_bytes: int
+) -> None:
+    continuations = [[9, 8, 7], [1], [2, 3], [4] * 9]
+    scores = engine.score(PROMPTS, continuations, logits_bytes=logits_bytes)
+    for ids, more, found in zip(PROMPTS, continuations, scores, strict=True):
+        whole = [*ids, *more]
+        probabilities = softmax(engine.prefill(whole, logits="all").logits)
+        rows = np.arange(len(ids) - 1, len(whole) - 1)
+        expected = np.log(probabilities[rows, more])
+        assert len(found) == len(more)
+        np.testing.assert_allclose(np.array(found, float), expected, atol=1e-4)
+
+
+def test_a_token_that_nothing_precedes_has_no_score(engine: Engine) -> None:
+    first, alone, nothing, none = engine.score([[], [], [], [1]], [[5, 6], [5], [], []])
+    assert first[0] is None and alone == [None] and nothing == none == []
+    np.testing.assert_allclose(first[1:], engine.score([[5]], [[6]])[0], atol=1e-5)
+
+
+def test_scores_need_as_many_of_both(engine: Engine) -> None:
+    with pytest.raises(ValueError, match="2 prompts and 1 continuations"):
+        engine.score([[1], [2]], [[1]])
+    with pytest.raises(ValueError, match="logits_bytes=0"):
+        engine.score([[1]], [[1]], logits_bytes=0)
+
+
+@given(st.integers(2, 60), st.integers(2, 20), st.data())
+def test_windows_score_each_token_once_in_the_first_that_reaches_it(
+    count: int, size: int, data: Any
+) -> None:
+    stride = data.draw(st.integers(1, size - 1))
+    texts = windows(np.arange(count, dtype=np.int32), size, stride)
+    assert [t for _, continuation in texts for t in continuation] == list(range(1, count))
+    for context, continuation in texts:
+        assert 2 <= len(context) + len(continuation) <= size
+        assert context[0] % stride == 0 and context[-1] + 1 == continuation[0]
+        earlier = context[0] - stride
+        assert earlier < 0 or earlier + size <= continuation[0]
+
+
+def test_perplexity(engine: Engine) -> None:
+    ids = np.random.default_rng(3).integers(0, engine.config.vocab, 30)
+    (scores,) = engine.score([ids[:1]], [ids[1:]])
+    assert engine.perplexity(ids) == pytest.approx(np.exp(-np.mean(np.array(scores, float))))
+    short = engine.perplexity(ids, window=8, stride=3)
+    texts = windows(ids.astype(np.int32), 8, 3)
+    parts = engine.score([t[0] for t in texts], [t[1] for t in texts])
+    assert short == pytest.approx(np.exp(-np.mean([s for part in parts for s in part])))
+    for wrong in ({"ids": [1]}, {"window": 1}, {"stride": 0}, {"window": 4, "stride": 4}):
+        with pytest.raises(ValueError, match="at least"):
+            engine.perplexity(wrong.pop("ids", ids), **wrong)
+
+
+# Embeddings
+
+
+@pytest.mark.parametrize("pooling", ["mean", "last"])
+def test_embeddings(engine: Engine, pooling: Any) -> None:
+    vectors = engine.embed(PROMPTS, pooling=pooling)
+    assert vectors.shape == (len(PROMPTS), engine.config.hidden) and vectors.dtype == np.float32
+    for vector, ids in zip(vectors, PROMPTS, strict=True):
+        np.testing.assert_array_equal(vector, engine.prefill(ids, hidden=pooling).hidden[0])
+    normed = engine.embed(PROMPTS, pooling=pooling, normalize=True)
+    np.testing.assert_allclose(np.linalg.norm(normed, axis=1), 1, atol=1e-6)
+    np.testing.assert_allclose(
+        normed * np.linalg.norm(vectors, axis=1)[:, None], vectors, rtol=1e-5
+    )
+    assert engine.embed([]).shape == (0, engine.config.hidden)
+    with pytest.raises(ValueError, match="pooling"):
+        engine.embed(PROMPTS, pooling="max")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="list"):
+        engine.embed("text")
