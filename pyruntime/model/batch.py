@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import accumulate
 from typing import Any, Literal
 
 import numpy as np
@@ -53,8 +54,7 @@ class Batch:
     @cached_property
     def first_rows(self) -> list[int]:
         """Where each prompt begins, and at the end the rows of all."""
-        lengths = [len(prompt.ids) for prompt in self.prompts]
-        return [0, *np.cumsum(lengths).tolist()]
+        return list(accumulate((len(prompt.ids) for prompt in self.prompts), initial=0))
 
     @property
     def rows(self) -> int:
@@ -84,11 +84,20 @@ class Batch:
     @cached_property
     def kept(self) -> Rows:
         """The rows that something is wanted of, ascending."""
-        if not len(self.hidden):
-            return self.logits
+        if not len(self.hidden) or not len(self.logits):
+            return self.hidden if len(self.hidden) else self.logits
         return np.union1d(self.logits, self.hidden).astype(np.int32)
 
+    def kept_places(self, rows: Rows) -> Rows:
+        """Where ascending `rows` are among those that are kept."""
+        if len(rows) == len(self.kept):
+            return np.arange(len(rows), dtype=np.int32)
+        return np.searchsorted(self.kept, rows).astype(np.int32)
+
     def _rows(self, name: Literal["logits", "hidden"]) -> Rows:
+        if len(self.prompts) == 1:
+            own: Rows = getattr(self.prompts[0], name)
+            return own
         places = zip(self.first_rows, self.prompts, strict=False)
         return np.concatenate([getattr(p, name) + np.int32(first) for first, p in places])
 
@@ -107,6 +116,8 @@ class Output:
 
 def runs(rows: Rows, most: int) -> list[tuple[int, int]]:
     """Ascending `rows` as (first, count) of those that follow each other, `most` at a time."""
+    if 0 < len(rows) <= most and rows[-1] - rows[0] == len(rows) - 1:
+        return [(int(rows[0]), len(rows))]
     found: list[tuple[int, int]] = []
     for part in np.split(rows, np.flatnonzero(np.diff(rows) != 1) + 1):
         found += [(int(part[at]), min(most, len(part) - at)) for at in range(0, len(part), most)]

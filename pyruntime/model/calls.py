@@ -98,11 +98,10 @@ def wanted_hidden(hidden: Hidden, nt: int) -> Rows:
     return wanted_logits("all" if hidden == "mean" else "last", nt)
 
 
-def check_room(calls: Sequence[Call], kv_dtype: str, context: int) -> None:
+def check_room(asked: Sequence[Call], kv_dtype: str, context: int) -> None:
     """Refuses, before anything is computed, caches that cannot take their prompts."""
-    for call in calls:
-        cache, start = call.cache, call.start
-        limits = [(context, f"the model's context of {context} tokens")]
+    for call in asked:
+        cache, start, tokens = call.cache, call.start, len(call.ids)
         if cache is not None:
             capacity = cache.capacity
             if not isinstance(start, int) or not 0 <= start <= capacity:
@@ -112,10 +111,14 @@ def check_room(calls: Sequence[Call], kv_dtype: str, context: int) -> None:
                     f"this cache holds {cache.kv_dtype}; the engine was loaded with "
                     f"kv_dtype={kv_dtype!r}"
                 )
-            limits.insert(0, (capacity, f"the cache's {capacity} positions"))
-        for most, what in limits:
-            if start + len(call.ids) > most:
-                raise ValueError(f"{len(call.ids)} tokens after {start} exceed {what}")
+            if start + tokens > capacity:
+                raise ValueError(
+                    f"{tokens} tokens after {start} exceed the cache's {capacity} positions"
+                )
+        if start + tokens > context:
+            raise ValueError(
+                f"{tokens} tokens after {start} exceed the model's context of {context} tokens"
+            )
 
 
 def run(
@@ -164,6 +167,9 @@ def run(
 
 
 def _prompt(call: Call, part: Part, cache: Any) -> Prompt:
+    if part.last - part.first == len(call.ids):
+        return Prompt(call.ids, cache, call.logits, call.hidden)
+
     def within(rows: Rows) -> Rows:
         first, last = np.searchsorted(rows, (part.first, part.last))
         return rows[first:last] - np.int32(part.first)

@@ -231,9 +231,9 @@ class Decoder:
 
     def pieces(self, shape: Shape, batch: Batch, most: int | None = None) -> list[Piece]:
         """The rows of `normed` whose logits a batch wants, up to `most` at a time."""
-        index = batch.logits if shape.every_row else np.searchsorted(batch.kept, batch.logits)
+        index = batch.logits if shape.every_row else batch.kept_places(batch.logits)
         found, before = [], 0
-        for first, count in runs(index.astype(np.int32), most or shape.rows):
+        for first, count in runs(index, most or shape.rows):
             all_kept = count == len(batch.kept)
             counted = self.live.wanted if all_kept else self._counts.rows(count, count + 1)
             found.append(Piece(first, count, counted, before))

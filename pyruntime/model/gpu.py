@@ -346,10 +346,10 @@ class GpuModel:
 
     def _hidden(self, batch: Batch, shape: Shape) -> NDArray[np.float32]:
         """The hidden states that a batch wants, once its pass is over."""
-        normed = self._decoder.activations["normed"]
-        index = batch.hidden if shape.every_row else np.searchsorted(batch.kept, batch.hidden)
-        if not len(index):
+        if not len(batch.hidden):
             return np.empty((0, self.config.hidden), np.float32)
+        normed = self._decoder.activations["normed"]
+        index = batch.hidden if shape.every_row else batch.kept_places(batch.hidden)
         first, last = int(index[0]), int(index[-1])
         return np.asarray(normed.rows(first, last + 1), np.float32)[index - first]
 
