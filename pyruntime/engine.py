@@ -82,8 +82,9 @@ class Result:
     """What a prefill gives for a prompt.
 
     Attributes:
-        logits: float32 [rows, vocab] for the rows that were asked for, None for "none"; a NumPy
-            array, or an array in device memory of which `np.asarray` makes a copy.
+        logits: float32 [rows, vocab] for the rows that were asked for, complete, None for "none"; a
+            NumPy array, or an array in device memory that `np.asarray` copies and any
+            `from_dlpack` shares.
         hidden: float32 [1, hidden], a NumPy array: the state after the output norm of the last row
             ("last"), or the mean over all rows ("mean"); None if it was not asked for.
         cache: the cache that was passed in, or None.

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import ctypes
 import math
+import threading
 from typing import Any
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from pyruntime.driver import api
+from pyruntime.driver import api, dlpack
 from pyruntime.driver.device import Device
 from pyruntime.errors import OutOfMemoryError
 
@@ -18,9 +19,16 @@ class DeviceArray:
     """A C-contiguous array in device memory; it owns its allocation unless it is a view of another.
 
     Attributes:
-        ptr: device address. shape, dtype: as in NumPy. device: where it lies.
+        ptr: device address, 0 once closed. shape, dtype: as in NumPy. device: where it lies.
 
     `np.asarray(a)` copies to the host, after all work of the device's default and blocking streams.
+    Array libraries share the memory through `__dlpack__`, which keeps it allocated for them, or
+    `__cuda_array_interface__`, with which they must keep the array and nobody may close it.
+
+    Neither waits for anything: a prefill returns when its work is done, as do `upload` and `fill`,
+    so a result is complete on every stream. K/V of a cache are, too, unless another thread has a
+    prefill with that cache under way: who reads them then may find old and new values mixed, and no
+    stream to wait for would help. Let the prefill return first.
     """
 
     def __init__(
@@ -37,25 +45,40 @@ class DeviceArray:
         self.shape = shape
         self.dtype = np.dtype(dtype)
         self.nbytes = math.prod(shape) * self.dtype.itemsize
-        self._base = base
+        self._base: DeviceArray | None = None if base is None else base._base or base
+        self._what: str = what if base is None else base._what
+        self._lock = threading.RLock()  # a finalizer may come in the middle
+        self._leases = self._allocated = 0
         self.ptr: int
         if base is not None:
+            base._check_open()
             if offset + self.nbytes > base.nbytes:
                 raise ValueError(
                     f"a view of {self.nbytes} bytes at {offset} in {base.nbytes} bytes"
                 )
             self.ptr = base.ptr + offset
         else:
-            self.ptr = _allocate(device, max(self.nbytes, 1), what)
+            self.ptr = self._allocated = _allocate(device, max(self.nbytes, 1), what)
             device.count(self.nbytes)
 
     def close(self) -> None:
-        """Frees the memory (not that of a view's base). Idempotent."""
-        ptr, self.ptr = self.ptr, 0
-        if ptr and self._base is None:
+        """Frees the memory (not that of a view's base). Idempotent.
+
+        What `__dlpack__` has shared is freed when its last consumer is done with it, too.
+        """
+        self.ptr = 0
+        if self._base is None:
+            self._free_unused()
+
+    def _free_unused(self) -> None:
+        with self._lock:
+            if self.ptr or self._leases:
+                return
+            address, self._allocated = self._allocated, 0
+        if address:
             try:
                 with self.device.current():
-                    api.call("cuMemFree", ptr)
+                    api.call("cuMemFree", address)
                 self.device.count(-self.nbytes)
             finally:
                 self.device.drop()
@@ -67,8 +90,16 @@ class DeviceArray:
         except Exception:
             self.ptr = 0
 
+    def _check_open(self) -> None:
+        if not self.ptr or (self._base is not None and not self._base.ptr):
+            raise ValueError(f"{self._what}: this {self} has been closed")
+
     def view(self, offset: int, shape: tuple[int, ...], dtype: DTypeLike) -> DeviceArray:
-        """A view of `shape` and `dtype`, `offset` bytes in. It keeps this array alive."""
+        """A view of `shape` and `dtype`, `offset` bytes in. It keeps the memory's owner alive.
+
+        Raises:
+            ValueError: it does not fit, or this array has been closed.
+        """
         return DeviceArray(self.device, shape, dtype, base=self, offset=offset)
 
     def rows(self, start: int, stop: int) -> DeviceArray:
@@ -98,6 +129,7 @@ class DeviceArray:
     def __array__(self, dtype: DTypeLike | None = None, copy: bool | None = None) -> NDArray[Any]:
         if copy is False:
             raise ValueError("a device array cannot be shared with the host without a copy")
+        self._check_open()
         host = np.empty(self.shape, self.dtype)
         if host.nbytes:
             with self.device.current():
@@ -109,14 +141,83 @@ class DeviceArray:
 
     @property
     def __cuda_array_interface__(self) -> dict[str, Any]:
+        """Version 3 of the CUDA Array Interface; writable, and with no stream to wait for.
+
+        Raises:
+            ValueError: the array, or the one that it is a view of, has been closed.
+        """
+        self._check_open()
         return {
             "version": 3,
             "shape": self.shape,
             "typestr": self.dtype.str,
-            "data": (self.ptr, False),
+            "data": (self.ptr if self.nbytes else 0, False),
             "strides": None,
-            "stream": 1,
+            "stream": None,
         }
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        """(kDLCUDA, ordinal); ordinals are those of the driver, as everywhere in CUDA."""
+        return dlpack.CUDA, self.device.ordinal
+
+    def __dlpack__(
+        self,
+        *,
+        stream: int | None = None,
+        max_version: tuple[int, int] | None = None,
+        dl_device: tuple[int, int] | None = None,
+        copy: bool | None = None,
+    ) -> Any:
+        """A DLPack capsule that shares the memory, writable, and keeps it for the consumer.
+
+        Args:
+            stream: the consumer's stream: None or 1 (the legacy default stream), 2 (that of each
+                thread), an address, or -1. Nothing is enqueued on it: see the class.
+            max_version: the newest DLPack version that the consumer knows; from (1, 0) on the
+                capsule is a versioned one (with NumPy 2.1 or newer), else a legacy one.
+            dl_device: None or the array's own device. copy: None or False.
+
+        Raises:
+            ValueError: another stream; the array, or the one that it is a view of, has been closed.
+            BufferError: another device, or a copy, is asked for.
+        """
+        if stream is not None and (not isinstance(stream, int) or stream < -1 or stream == 0):
+            raise ValueError(f"stream={stream!r} is no CUDA stream: None, -1, 1, 2 or an address")
+        if dl_device is not None and tuple(dl_device) != self.__dlpack_device__():
+            raise BufferError(
+                f"{self._what}: this {self} lies on cuda:{self.device.ordinal}, not on the DLPack "
+                f"device {tuple(dl_device)}; np.asarray copies it to the host"
+            )
+        if copy:
+            raise BufferError(f"{self._what}: this {self} is shared, not copied")
+        address = self.ptr  # another thread may close the array once there is a lease
+        return dlpack.capsule(
+            self._lend(), address, self.shape, self.dtype, self.device.ordinal,
+            versioned=max_version is not None and max_version[0] >= 1,
+        )  # fmt: skip
+
+    def _lend(self) -> _Lease:
+        owner = self._base or self
+        with owner._lock:
+            self._check_open()
+            owner._leases += 1
+        return _Lease(owner)
+
+
+class _Lease:
+    """A consumer's use of the memory of `owner`. It ends with this object, in any thread."""
+
+    def __init__(self, owner: DeviceArray) -> None:
+        self._owner = owner
+
+    def __del__(self) -> None:
+        # At interpreter exit the driver may be gone already: the process frees the memory.
+        try:
+            with self._owner._lock:
+                self._owner._leases -= 1
+            self._owner._free_unused()
+        except Exception:
+            pass
 
 
 class PinnedBuffer:

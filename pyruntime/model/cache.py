@@ -40,6 +40,9 @@ class Cache:
     float32 [layers, kv heads, capacity], which are None otherwise. The first `length` positions are
     filled. `arrays` are all of them, with the tensor maps of a float16 one; `owner` is the model
     that may use it, if any.
+
+    Array libraries may share the arrays, codes as uint8 since few know e4m3; see `DeviceArray` for
+    what they may read while a prefill is under way.
     """
 
     def __init__(
