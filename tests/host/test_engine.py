@@ -53,7 +53,13 @@ def test_generate(engine: Engine) -> None:
 
 @pytest.mark.parametrize(
     ("ids", "text"),
-    [([], "empty"), ([-1], "-1"), ([300], "300"), ([0.5], "integers"), (np.ones((1, 1), int), "one-dimensional")],
+    [
+        ([], "empty"),
+        ([-1], "-1"),
+        ([300], "300"),
+        ([0.5], "integers"),
+        (np.ones((1, 1), int), "one-dimensional"),
+    ],
 )
 def test_bad_ids(engine: Engine, ids: list[object], text: str) -> None:
     with pytest.raises(ValueError, match=text):
