@@ -61,6 +61,7 @@ class Model(Protocol):
     """What a backend offers."""
 
     config: ModelConfig
+    fingerprint: str
     kv_dtype: str
 
     @property
@@ -288,6 +289,11 @@ class Engine:
     def model(self) -> Model:
         """The backend; on a GPU a `pyruntime.model.gpu.GpuModel`, which measurements go into."""
         return self._model
+
+    @property
+    def fingerprint(self) -> str:
+        """By which to tell models apart, see `GGUFFile.fingerprint`."""
+        return self._model.fingerprint
 
     @property
     def has_vocabulary(self) -> bool:

@@ -55,12 +55,13 @@ _OTHER_FILES = {
 
 @dataclass(frozen=True)
 class Header:
-    """What one file says of itself."""
+    """What one file says of itself. `data` are all its bytes, up to the padding before tensors."""
 
     version: int
     metadata: dict[str, Value]
     key_offsets: dict[str, int]  # of each value, for messages
     tensors: dict[str, TensorInfo]
+    data: bytearray
 
 
 def key_item(key: str) -> str:
@@ -85,7 +86,7 @@ def read_header(source: Source, shard: int) -> Header:
         raise cursor.error(problem, offsets["general.alignment"])
     tensors = read_tensors(cursor, tensor_count, alignment, shard)
     del cursor.data[cursor.pos :]  # read ahead, but no part of the header
-    return Header(version, metadata, offsets, tensors)
+    return Header(version, metadata, offsets, tensors, cursor.data)
 
 
 def _version(cursor: Cursor) -> int:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections.abc import Mapping
+from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType, TracebackType
 
@@ -15,6 +17,8 @@ from pyruntime.gguf.header import Value, key_item
 from pyruntime.gguf.shards import open_shards
 from pyruntime.gguf.tensors import TensorInfo, tensor_item
 from pyruntime.gguf.types import type_name
+
+_EDGE_BYTES = 4096  # of a tensor's data, at its start and at its end, that the fingerprint sees
 
 
 class GGUFFile:
@@ -33,6 +37,7 @@ class GGUFFile:
             self.tensors |= header.tensors
         self.size_bytes = sum(source.size for source in self._sources)
         self._key_offsets = headers[0].key_offsets
+        self._headers = [header.data for header in headers]
 
     @classmethod
     def open(cls, path: str | os.PathLike[str]) -> GGUFFile:
@@ -42,6 +47,27 @@ class GGUFFile:
         or is no regular file. No tensor data is read.
         """
         return cls(Path(path))
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """A sha256, in hexadecimal, by which to tell models apart without reading all of them.
+
+        It is over the headers of all shards (metadata, tensor infos) and the first and the last
+        4 KiB of each tensor's data. So it misses weights that differ only further inside of a
+        tensor, and it does tell files apart that hold the same weights with other metadata, such as
+        another chat template, or cut into other shards. It is no protection against forgery.
+
+        Raises GGUFError if the file is closed, or has become too short, before it is first asked.
+        """
+        digest = hashlib.sha256()
+        for header in self._headers:
+            digest.update(header)
+        for tensor in self.tensors.values():
+            edge = memoryview(bytearray(min(tensor.nbytes, _EDGE_BYTES)))
+            for offset in (0, tensor.nbytes - len(edge)):
+                self.read_into(tensor, offset, edge)
+                digest.update(edge)
+        return digest.hexdigest()
 
     def where(self, *, key: str = "", tensor: str = "") -> str:
         """`file: byte offset: key or tensor`, to begin a message about that with."""

@@ -169,6 +169,7 @@ class GpuModel:
         # Sizes are refused here, not later.
         self._decoder.recorded(_single(self.max_tokens))
         self._started, self._ended = (self._owned(Event(self.device)) for _ in range(2))
+        self.fingerprint = file.fingerprint  # when the file is in the page cache
 
     def _owned(self, resource: T) -> T:
         self._resources.callback(resource.close)

@@ -120,6 +120,7 @@ class ReferenceModel:
         ]
         self._output_norm = load("output_norm.weight")
         self._output = self._embedding if config.tied else load("output.weight")
+        self.fingerprint = file.fingerprint  # when the file is in the page cache
 
     def new_cache(self, tokens: int) -> Cache:
         """An empty cache for `tokens` positions. Raises ValueError, OutOfMemoryError."""

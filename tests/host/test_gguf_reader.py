@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 import struct
 import subprocess
 import sys
@@ -219,6 +220,55 @@ def test_where_names_file_offset_and_item(tmp_path: Path) -> None:
         assert file.where(key=key) == f"{path}: byte {value_at}: key '{key}'"
         entry = file.tensors["t"].entry
         assert file.where(tensor="t") == f"{path}: byte {entry}: tensor 't'"
+
+
+def fingerprint(path: Path) -> str:
+    with GGUFFile.open(path) as file:
+        return file.fingerprint
+
+
+def test_a_fingerprint_tells_files_apart(tmp_path: Path) -> None:
+    """By a metadata value, and by any byte at the start or the end of a tensor's data."""
+    content = bytearray((GOLDEN / "tiny-llama-q8_0.gguf").read_bytes())
+    path = tmp_path / "m.gguf"
+
+    def of(changes: dict[int, int]) -> str:
+        changed = bytearray(content)
+        for at, value in changes.items():
+            changed[at] ^= value
+        path.write_bytes(changed)
+        return fingerprint(path)
+
+    with GGUFFile.open(GOLDEN / "tiny-llama-q8_0.gguf") as file:
+        tensor = max(file.tensors.values(), key=lambda tensor: tensor.nbytes)
+        end = tensor.offset + tensor.nbytes
+        places = [tensor.offset, tensor.offset + 4095, end - 4096, end - 1]
+        small = min(file.tensors.values(), key=lambda tensor: tensor.nbytes)
+        places += [small.offset, small.offset + small.nbytes - 1]
+        places.append(content.index(b"tiny llama"))
+        plain = file.fingerprint
+    assert plain == of({}) and re.fullmatch("[0-9a-f]{64}", plain)
+    assert len({plain, *(of({place: 1}) for place in places)}) == 1 + len(places)
+    assert of({tensor.offset + tensor.nbytes // 2: 1}) == plain  # what it is said to miss
+
+
+def test_a_fingerprint_is_over_all_shards(tmp_path: Path) -> None:
+    paths = write_shards(tmp_path)
+    plain = fingerprint(paths[0])
+    assert fingerprint(paths[1]) == plain
+    content = bytearray(paths[2].read_bytes())
+    content[-1] ^= 1  # of the last tensor
+    paths[2].write_bytes(content)
+    assert fingerprint(paths[0]) != plain
+
+
+def test_a_fingerprint_is_read_once(tmp_path: Path) -> None:
+    path = write(tmp_path / "m.gguf")
+    with GGUFFile.open(path) as asked, GGUFFile.open(path) as other:
+        first = asked.fingerprint
+    assert asked.fingerprint == first
+    with pytest.raises(GGUFError, match=r"m\.gguf: .*the file is closed"):
+        _ = other.fingerprint
 
 
 def test_threads_read_the_same(tmp_path: Path) -> None:
