@@ -17,6 +17,7 @@ from numpy.typing import ArrayLike, NDArray
 from pyruntime.errors import EngineError
 from pyruntime.gguf import GGUFFile
 from pyruntime.model import calls
+from pyruntime.model.any_cache import AnyCache
 from pyruntime.model.batch import Batch, Output, Rows
 from pyruntime.model.calls import Call, Gathered, Hidden, named
 from pyruntime.model.config import ModelConfig
@@ -35,26 +36,6 @@ LOGITS_BYTES = 256 << 20  # of logits at a time, where only log-probabilities ar
 Progress = Callable[[int], object]
 Ids = Sequence[int] | NDArray[np.integer[Any]]
 Logits = Literal["none", "last", "all"] | Sequence[int] | NDArray[np.integer[Any]]
-
-
-class Cache(Protocol):
-    """K/V of one sequence: float [layers, kv heads, capacity, head dim] each, K after RoPE.
-
-    With kv_dtype "e4m3" they are uint8 codes, each row times its scale: `k_scale` and `v_scale`,
-    float32 [layers, kv heads, capacity], which are None otherwise.
-    """
-
-    k: Any
-    v: Any
-    k_scale: Any
-    v_scale: Any
-    length: int
-
-    @property
-    def kv_dtype(self) -> str: ...
-
-    @property
-    def capacity(self) -> int: ...
 
 
 class Model(Protocol):
@@ -99,7 +80,7 @@ class Result:
 
     logits: Any
     hidden: Any
-    cache: Cache | None
+    cache: AnyCache | None
     tokens: int
     timings: dict[str, float] = field(default_factory=dict)
     path: str = ""
@@ -314,7 +295,7 @@ class Engine:
 
     @overload
     def prefill(
-        self, ids: Ids, *, cache: Cache | None = ..., logits: Logits = ..., hidden: Hidden = ...
+        self, ids: Ids, *, cache: AnyCache | None = ..., logits: Logits = ..., hidden: Hidden = ...
     ) -> Result: ...
 
     @overload
@@ -322,7 +303,7 @@ class Engine:
         self,
         ids: Sequence[Ids],
         *,
-        cache: Sequence[Cache] | None = ...,
+        cache: Sequence[AnyCache] | None = ...,
         logits: Logits | Sequence[Logits] = ...,
         hidden: Hidden = ...,
     ) -> list[Result]: ...

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate
@@ -50,6 +51,14 @@ class Batch:
             raise ValueError(f"logits={logits!r}: 'last' or 'all'")
         rows = np.arange(len(ids) if logits == "all" else 1, dtype=np.int32)
         return cls([Prompt(ids, cache, rows if logits == "all" else rows + len(ids) - 1)])
+
+    @contextmanager
+    def storing(self) -> Iterator[None]:
+        """Around a pass: where nothing is raised, its tokens are then those of the caches, too."""
+        starts = [prompt.cache.length for prompt in self.prompts]
+        yield
+        for prompt, start in zip(self.prompts, starts, strict=True):
+            prompt.cache.append(prompt.ids, start)
 
     @cached_property
     def first_rows(self) -> list[int]:

@@ -9,6 +9,7 @@ import numpy as np
 
 from pyruntime.driver.library import Library
 from pyruntime.driver.memory import DeviceArray
+from pyruntime.model.any_cache import AnyCache, Filled
 from pyruntime.model.batch import REGION
 from pyruntime.model.config import ModelConfig
 from pyruntime.ops.attention_schedule import MAPS_LAYOUT, key_maps
@@ -33,13 +34,10 @@ class Positions(Protocol):
     def addresses(self) -> tuple[int, ...]: ...
 
 
-class Cache:
-    """Keys (after RoPE) and values: float16 [layers, kv heads, capacity, head dim] each.
+class Cache(AnyCache):
+    """K/V in device memory: `k` and `v`, and `k_scale` and `v_scale` if there are any.
 
-    With kv_dtype "e4m3" they are uint8 codes, each row times its scale: `k_scale` and `v_scale`,
-    float32 [layers, kv heads, capacity], which are None otherwise. The first `length` positions are
-    filled. `arrays` are all of them, with the tensor maps of a float16 one; `owner` is the model
-    that may use it, if any.
+    `arrays` are all of them, with the tensor maps of a float16 one; `owner` may be None, too.
 
     Array libraries may share the arrays, codes as uint8 since few know e4m3; see `DeviceArray` for
     what they may read while a prefill is under way.
@@ -56,7 +54,6 @@ class Cache:
         layers: int | None = None,
     ) -> None:
         self.owner = owner
-        self.kv_dtype = kv_dtype
         layout = cache_layout(config, tokens, kv_dtype, layers=layers)
         # In one statement: no frame of a failure's traceback keeps K when there is no room for V.
         arrays = {
@@ -69,18 +66,12 @@ class Cache:
         self._mapped = {0}
         self.k, self.v = arrays["k"], arrays["v"]
         self.k_scale, self.v_scale = arrays.get("k_scale"), arrays.get("v_scale")
-        self.length = 0
         if maps := arrays.get("maps"):
             try:
                 maps.upload(key_maps(library, self.k, self.v))
             except BaseException:
                 self.close()
                 raise
-
-    @property
-    def capacity(self) -> int:
-        """Positions that fit."""
-        return self.k.shape[2]
 
     @property
     def stride(self) -> int:
@@ -129,13 +120,12 @@ class Cache:
                 array.close()
 
 
-class Region:
+class Region(Filled):
     """Positions [first, first + capacity) of the cache `base`, as a cache; see `Cache.region`."""
 
     def __init__(self, base: Cache, first: int, capacity: int) -> None:
         self.owner, self.kv_dtype = base.owner, base.kv_dtype
         self.base, self.first, self.capacity = base, first, capacity
-        self.length = 0
 
     @property
     def stride(self) -> int:

@@ -103,17 +103,14 @@ def check_room(asked: Sequence[Call], kv_dtype: str, context: int) -> None:
     for call in asked:
         cache, start, tokens = call.cache, call.start, len(call.ids)
         if cache is not None:
-            capacity = cache.capacity
-            if not isinstance(start, int) or not 0 <= start <= capacity:
-                raise ValueError(f"the cache's length is {start!r}, not within 0 and {capacity}")
             if cache.kv_dtype != kv_dtype:
                 raise ValueError(
                     f"this cache holds {cache.kv_dtype}; the engine was loaded with "
                     f"kv_dtype={kv_dtype!r}"
                 )
-            if start + tokens > capacity:
+            if start + tokens > cache.capacity:
                 raise ValueError(
-                    f"{tokens} tokens after {start} exceed the cache's {capacity} positions"
+                    f"{tokens} tokens after {start} exceed the cache's {cache.capacity} positions"
                 )
         if start + tokens > context:
             raise ValueError(
@@ -162,7 +159,7 @@ def run(
     except BaseException:
         for call, start in zip(calls, starts, strict=True):
             if call.cache is not None:
-                call.cache.length = start
+                call.cache.truncate(min(start, call.cache.length))  # less if a thread cut it
         raise
 
 

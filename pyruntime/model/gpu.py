@@ -333,17 +333,16 @@ class GpuModel:
     @contextmanager
     def _passing(self, batch: Batch, shape: Shape, logits: DeviceArray | None) -> Iterator[None]:
         """Runs a pass, and after the block, in which its last rows are there, stands by it."""
-        try:
-            self._run(batch, shape, logits)
-            if (site := self._decoder.live.overflow_site) != NO_OVERFLOW:
-                where = site_name(site, self.config.layers)
-                raise NumericalError(f"{where} holds a value beyond fp16's ±65504 or a NaN")
-            yield
-        except BaseException:
-            self._settle()
-            raise
-        for prompt in batch.prompts:
-            prompt.cache.length += len(prompt.ids)
+        with batch.storing():
+            try:
+                self._run(batch, shape, logits)
+                if (site := self._decoder.live.overflow_site) != NO_OVERFLOW:
+                    where = site_name(site, self.config.layers)
+                    raise NumericalError(f"{where} holds a value beyond fp16's ±65504 or a NaN")
+                yield
+            except BaseException:
+                self._settle()
+                raise
 
     def _hidden(self, batch: Batch, shape: Shape) -> NDArray[np.float32]:
         """The hidden states that a batch wants, once its pass is over."""
@@ -411,8 +410,7 @@ class GpuModel:
             raise ValueError(
                 f"this cache belongs to another model than {self.config.name} on {self.device_name}"
             )
-        if cache.closed:
-            raise ValueError("this cache has been closed")
+        cache.check_open()
         if cache.length + rows > cache.capacity:
             raise ValueError(
                 f"{rows} tokens after {cache.length} exceed the cache's {cache.capacity} positions"

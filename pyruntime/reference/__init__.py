@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
-from pyruntime.reference.model import Cache, ReferenceModel
+from pyruntime.reference.cache import Cache
+from pyruntime.reference.model import ReferenceModel
 
 __all__ = ["Cache", "ReferenceModel"]

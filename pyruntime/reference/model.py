@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -19,6 +18,7 @@ from pyruntime.model.stats import Stats
 from pyruntime.model.tensors import layer_shapes, tensor_shapes
 from pyruntime.model.tokens import check_tokens
 from pyruntime.reference import e4m3
+from pyruntime.reference.cache import Cache
 from pyruntime.reference.functions import (
     Array,
     Rounding,
@@ -38,40 +38,6 @@ if TYPE_CHECKING:
 
 ROUNDINGS: dict[str, Rounding] = {"f32": exact, "fp16": fp16}
 GATES = {"silu": swiglu, "gelu": geglu}
-
-
-@dataclass
-class Cache:
-    """Keys (after RoPE) and values: float32 [layers, kv heads, capacity, head dim] each.
-
-    The first `length` positions are filled. In "fp16" precision every element is an fp16 number.
-    With kv_dtype "e4m3" they are uint8 codes, with scales: float32 [layers, kv heads, capacity].
-    """
-
-    k: NDArray[Any]
-    v: NDArray[Any]
-    owner: ReferenceModel
-    k_scale: Array | None = None
-    v_scale: Array | None = None
-    length: int = 0
-
-    @property
-    def capacity(self) -> int:
-        return int(self.k.shape[2])
-
-    @property
-    def kv_dtype(self) -> str:
-        return "f16" if self.k_scale is None else "e4m3"
-
-    def region(self, first: int, tokens: int) -> Cache:
-        """Positions [first, first + tokens) as a cache of their own, empty, in the same memory."""
-        if first < 0 or tokens < 1 or first + tokens > self.capacity:
-            raise ValueError(
-                f"no region of {tokens} positions from {first} on in a cache for {self.capacity}"
-            )
-        part = np.s_[:, :, first : first + tokens]
-        k_scale, v_scale = (s if s is None else s[part] for s in (self.k_scale, self.v_scale))
-        return Cache(self.k[part], self.v[part], self.owner, k_scale, v_scale)
 
 
 class ReferenceModel:
@@ -171,10 +137,10 @@ class ReferenceModel:
         Raises ValueError for a cache of another model or without room for its prompt, and
         NumericalError where a value is not finite; the caches then keep their lengths.
         """
-        normed = self._normed(batch)
-        hidden = np.concatenate([x[p.hidden] for p, x in zip(batch.prompts, normed, strict=True)])
-        logits = [self._logits(x[p.logits]) for p, x in zip(batch.prompts, normed, strict=True)]
-        self._appended(batch)
+        with batch.storing():
+            rows = list(zip(batch.prompts, self._normed(batch), strict=True))
+            hidden = np.concatenate([x[p.hidden] for p, x in rows])
+            logits = [self._logits(x[p.logits]) for p, x in rows]
         return Output(np.concatenate(logits) if len(batch.logits) else None, hidden)
 
     def log_probs(self, batch: Batch, targets: NDArray[np.int32], *, most_bytes: int) -> Array:
@@ -186,13 +152,13 @@ class ReferenceModel:
 
         Returns: float32 [rows].
         """
-        normed = self._normed(batch)
-        x = np.concatenate([x[p.logits] for p, x in zip(batch.prompts, normed, strict=True)])
-        most, found = max(most_bytes // (4 * self.config.vocab), 1), np.empty(len(x), np.float32)
-        for first in range(0, len(x), most):
-            part = slice(first, first + most)
-            found[part] = log_probs(self._logits(x[part]), targets[part])
-        self._appended(batch)
+        most, found = max(most_bytes // (4 * self.config.vocab), 1), np.empty_like(targets, "f4")
+        with batch.storing():
+            rows = zip(batch.prompts, self._normed(batch), strict=True)
+            x = np.concatenate([x[p.logits] for p, x in rows])
+            for first in range(0, len(x), most):
+                part = slice(first, first + most)
+                found[part] = log_probs(self._logits(x[part]), targets[part])
         return found
 
     def _normed(self, batch: Batch) -> list[Array]:
@@ -215,6 +181,7 @@ class ReferenceModel:
     def _check_cache(self, cache: Cache, rows: int) -> None:
         if not isinstance(cache, Cache) or cache.owner is not self:
             raise ValueError(f"this cache belongs to another model than {self.config.name}")
+        cache.check_open()
         if cache.length + rows > cache.capacity:
             raise ValueError(
                 f"{rows} tokens after {cache.length} exceed the cache's {cache.capacity} positions"
@@ -242,10 +209,6 @@ class ReferenceModel:
             logits = softcap(product, self.config.logit_cap)
         _require_finite(logits, "the logits")
         return logits
-
-    def _appended(self, batch: Batch) -> None:
-        for prompt in batch.prompts:
-            prompt.cache.length += len(prompt.ids)
 
     def close(self) -> None:
         """Gives the weights' memory back; the model cannot be used afterwards. Idempotent."""
