@@ -231,6 +231,15 @@ class FakeDriver:
         inside = any(a <= at <= a + array.nbytes - nbytes for a, array in arrays)
         self._require(inside, f"{nbytes} bytes at {at:#x} are not inside of one array")
 
+    def _row(self, copy: Any, end: str, row: int) -> int:
+        """Where a row of a 2D copy begins at one of its ends."""
+        on_device = getattr(copy, f"{end}MemoryType") == driver.CUmemorytype.CU_MEMORYTYPE_DEVICE
+        start = int(getattr(copy, end + ("Device" if on_device else "Host")))
+        at = start + row * int(getattr(copy, f"{end}Pitch"))
+        if on_device:
+            self._require_inside(at, copy.WidthInBytes)
+        return at
+
     def _result(self, name: str, *arguments: Any) -> Any:
         match name.removesuffix("Async"), arguments:
             case "cuStreamSynchronize" | "cuStreamDestroy", (stream,) if any(
@@ -279,10 +288,7 @@ class FakeDriver:
                 (ctypes.memset if "set" in name else ctypes.memmove)(target, source, nbytes)
             case "cuMemcpy2D", (copy, _):
                 for row in range(copy.Height):
-                    to, at = int(copy.dstDevice), int(copy.srcDevice)
-                    to, at = to + row * copy.dstPitch, at + row * copy.srcPitch
-                    for end in (to, at):
-                        self._require_inside(end, copy.WidthInBytes)
+                    to, at = (self._row(copy, end, row) for end in ("dst", "src"))
                     ctypes.memmove(to, at, copy.WidthInBytes)
             case _:
                 raise NotImplementedError(f"{name}{arguments}")

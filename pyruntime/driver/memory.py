@@ -220,6 +220,55 @@ class _Lease:
             pass
 
 
+def rectangle(
+    to: tuple[int, int],
+    source: tuple[int, int],
+    width: int,
+    rows: int,
+    *,
+    kinds: tuple[str, str] = ("Device", "Device"),
+) -> Any:
+    """The driver's description of a copy of `rows` rows of `width` bytes.
+
+    Args:
+        to, source: an address, and the bytes from one row to the next.
+        kinds: of memory, "Device" or "Host", of `to` and `source`.
+    """
+    copy = api.bindings().CUDA_MEMCPY2D()
+    copy.WidthInBytes, copy.Height = width, rows
+    for end, (address, pitch), kind in zip(("dst", "src"), (to, source), kinds, strict=True):
+        memory = api.constant("CUmemorytype", f"CU_MEMORYTYPE_{kind.upper()}")
+        setattr(copy, f"{end}MemoryType", memory)
+        setattr(copy, f"{end}{kind}", address)
+        setattr(copy, f"{end}Pitch", pitch)
+    return copy
+
+
+Plane = DeviceArray | NDArray[Any]
+
+
+def copy_starts(to: Plane, source: Plane, width: int, rows: int) -> None:
+    """Copies the first `width` bytes of each of `rows` equal rows, and waits.
+
+    Both are C-contiguous, and one at least lies on a device.
+    """
+    if not width * rows:
+        return
+    device = next(array.device for array in (to, source) if isinstance(array, DeviceArray))
+    ends = [
+        (array.ptr, "Device") if isinstance(array, DeviceArray) else (array.ctypes.data, "Host")
+        for array in (to, source)
+    ]
+    (to_at, to_kind), (source_at, source_kind) = ends
+    copy = rectangle(
+        (to_at, to.nbytes // rows), (source_at, source.nbytes // rows), width, rows,
+        kinds=(to_kind, source_kind),
+    )  # fmt: skip
+    with device.current():
+        api.call("cuMemcpy2DAsync", copy, 0, what=f"{rows} rows of {width:,} bytes")
+        api.call("cuStreamSynchronize", 0)
+
+
 class PinnedBuffer:
     """Page-locked host memory of `nbytes`; `array` is its bytes as uint8."""
 

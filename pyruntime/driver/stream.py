@@ -6,6 +6,7 @@ from typing import Any
 
 from pyruntime.driver import api
 from pyruntime.driver.device import Device
+from pyruntime.driver.memory import rectangle
 
 
 class Stream:
@@ -63,12 +64,7 @@ class Stream:
 
         At `dst` a row begins every `pitch` bytes.
         """
-        driver = api.bindings()
-        copy = driver.CUDA_MEMCPY2D()
-        copy.srcMemoryType = copy.dstMemoryType = driver.CUmemorytype.CU_MEMORYTYPE_DEVICE
-        copy.srcDevice, copy.srcPitch = src, width
-        copy.dstDevice, copy.dstPitch = dst, pitch
-        copy.WidthInBytes, copy.Height = width, rows
+        copy = rectangle((dst, pitch), (src, width), width, rows)
         api.call("cuMemcpy2DAsync", copy, self.handle)
 
     def fill(self, dst: int, byte: int, nbytes: int) -> None:
