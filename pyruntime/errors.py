@@ -48,6 +48,15 @@ class CubinError(PyruntimeError):
     exit_code = 2
 
 
+class HandoverError(PyruntimeError):
+    """An exported K/V cache that cannot be read or written, or does not fit where it should go.
+
+    The text names the file and what is wrong, or the field, theirs and ours.
+    """
+
+    exit_code = 2
+
+
 class InputError(PyruntimeError):
     """A formula, rule, design or baseline that was given to a tool and cannot be used."""
 

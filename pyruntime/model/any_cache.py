@@ -1,12 +1,18 @@
-"""What K/V caches of every backend share: the tokens they hold, and what can be asked of them."""
+"""What K/V caches of every backend share: the tokens they hold, and how these are handed on."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import Any
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
+
+from pyruntime.errors import CudaError
+from pyruntime.model.handover import Exported, describe, misfit
+from pyruntime.model.tokens import check_tokens
 
 
 def _frozen(own: NDArray[np.int32]) -> NDArray[np.int32]:
@@ -71,6 +77,9 @@ class AnyCache(Filled):
     They are float16, in NumPy float32. With kv_dtype "e4m3" they are uint8 codes, each row times
     its scale: `k_scale` and `v_scale`, float32 [layers, kv heads, capacity], which are None
     otherwise. The first `length` positions are filled. `owner` is the model that may use it.
+
+    On a GPU `fork`, `export` and `import_` wait until no other call is at work on the model, and
+    also raise EngineError (closed, forked or lost) and CudaError.
     """
 
     owner: Any
@@ -89,6 +98,88 @@ class AnyCache(Filled):
         """Positions that fit."""
         return int(self.k.shape[2])
 
+    def fork(self, capacity: int | None = None) -> Self:
+        """A new cache of the same model, for `capacity` positions (default: as many), that holds a
+        copy of the filled ones. From then on the two have nothing to do with each other.
+
+        Raises ValueError if `capacity` is less than `length`, or this cache is closed, and
+        OutOfMemoryError.
+        """
+        with self._entry():
+            tokens = self.tokens
+            wanted = self.capacity if capacity is None else capacity
+            if wanted < len(tokens):
+                raise ValueError(f"a fork for {wanted} positions of {len(tokens)} that are filled")
+            other: Self = self.owner.new_cache(wanted)
+            try:
+                other._fill(self._numbers(), tokens)
+            except BaseException:
+                with suppress(CudaError):  # the first failure is the one to report
+                    other.close()
+                raise
+            return other
+
+    def export(self) -> Exported:
+        """A copy of the filled positions in host memory, with all that says what they are.
+
+        Raises ValueError if this cache is closed.
+        """
+        with self._entry():
+            tokens, arrays = self.tokens, {}
+            for name, held in self._numbers().items():
+                shape = (*held.shape[:2], len(tokens), *held.shape[3:])
+                arrays[name] = np.empty(shape, held.dtype)
+                self._copy(arrays[name], held, len(tokens))
+            return Exported(self._header(len(tokens)), tokens, arrays)
+
+    def import_(self, exported: Exported) -> None:
+        """Puts what `export` gave of a cache of the same model in place of what this one holds.
+
+        The dtype must be the same, too: see `Exported.astype` for one of a GPU and one of NumPy.
+
+        Raises HandoverError if it does not fit, naming the field, theirs and ours, and ValueError
+        if this cache is closed; it is as it was then. If the driver fails in between it is empty.
+        """
+        with self._entry():
+            exported.require(self._header(exported.positions))
+            if exported.positions > self.capacity:
+                here = f"this one is for {self.capacity}"
+                raise misfit(f"there are {exported.positions} positions, and {here}")
+            if exported.positions:
+                try:
+                    check_tokens(exported.tokens, self.owner.config.vocab)
+                except ValueError as error:
+                    raise misfit(str(error)) from None
+            self._fill(exported.arrays, exported.tokens)
+
     @abstractmethod
     def close(self) -> None:
         """Frees the memory. Idempotent."""
+
+    @contextmanager
+    def _entry(self) -> Iterator[None]:
+        """Around what reads or writes the arrays."""
+        self.check_open()
+        yield
+
+    @staticmethod
+    @abstractmethod
+    def _copy(to: Any, source: Any, positions: int) -> None:
+        """Copies the first positions of an array [layers, kv heads, positions or more, ...]."""
+
+    def _numbers(self) -> dict[str, Any]:
+        """The arrays that hold something of every position, by name."""
+        named = {"k": self.k, "v": self.v, "k_scale": self.k_scale, "v_scale": self.v_scale}
+        return {name: array for name, array in named.items() if array is not None}
+
+    def _fill(self, source: Mapping[str, Any], tokens: NDArray[np.int32]) -> None:
+        """Takes over arrays by the names of `_numbers`."""
+        self.truncate(0)  # whatever fails, nothing that is half written counts
+        for name, array in self._numbers().items():
+            self._copy(array, source[name], len(tokens))
+        self._tokens = _frozen(np.array(tokens, np.int32))
+
+    def _header(self, positions: int) -> dict[str, Any]:
+        dtype = str(np.dtype(self.k.dtype))
+        owner = self.owner
+        return describe(owner.config, owner.fingerprint, self.kv_dtype, dtype, positions)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Protocol
 
 import numpy as np
 
 from pyruntime.driver.library import Library
-from pyruntime.driver.memory import DeviceArray
+from pyruntime.driver.memory import DeviceArray, Plane, copy_starts
 from pyruntime.model.any_cache import AnyCache, Filled
 from pyruntime.model.batch import REGION
 from pyruntime.model.config import ModelConfig
@@ -118,6 +120,20 @@ class Cache(AnyCache):
         for array in (*self.arrays, self._maps):
             if array is not None:
                 array.close()
+
+    @contextmanager
+    def _entry(self) -> Iterator[None]:
+        with self.owner._entry():
+            self.check_open()
+            yield
+
+    @staticmethod
+    def _copy(to: Plane, source: Plane, positions: int) -> None:
+        if not isinstance(source, DeviceArray):
+            source = np.ascontiguousarray(source)
+        layers, heads, capacity = source.shape[:3]
+        width = source.nbytes // max(layers * heads * capacity, 1) * positions
+        copy_starts(to, source, width, layers * heads)
 
 
 class Region(Filled):

@@ -39,6 +39,9 @@ class Cache(AnyCache):
     def close(self) -> None:
         """Gives the memory back; shapes stay. Idempotent."""
         self.closed = True
-        for name in ("k", "v", "k_scale", "v_scale"):
-            if (array := getattr(self, name)) is not None:
-                setattr(self, name, np.broadcast_to(array.dtype.type(0), array.shape))
+        for name, array in self._numbers().items():
+            setattr(self, name, np.broadcast_to(array.dtype.type(0), array.shape))
+
+    @staticmethod
+    def _copy(to: NDArray[Any], source: NDArray[Any], positions: int) -> None:
+        to[:, :, :positions] = source[:, :, :positions]

@@ -3,16 +3,73 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import pytest
-from fake_driver import FakeDriver
+from fake_driver import INVALID_VALUE, FakeDriver
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from pyruntime import Engine
+from pyruntime.errors import CudaError, EngineError, OutOfMemoryError
+from pyruntime.model.any_cache import AnyCache
+from pyruntime.model.config import KV_DTYPES
+
+ILLEGAL_ADDRESS = 700  # a CUresult that loses the context
 
 Load = Callable[..., Engine]
 
 on_both = pytest.mark.parametrize("device", ["cpu", "cuda:0"])
+of_both = pytest.mark.parametrize("kv_dtype", KV_DTYPES)
+
+
+def held(cache: AnyCache) -> dict[str, np.ndarray]:
+    """The arrays of a cache, as far as they are filled."""
+    named = {name: getattr(cache, name) for name in ("k", "v", "k_scale", "v_scale")}
+    return {
+        name: np.array(np.asarray(array)[:, :, : cache.length])
+        for name, array in named.items()
+        if array is not None
+    }
+
+
+def store(cache: AnyCache, ids: list[int], engine: Engine) -> None:
+    """A prefill, after which the new positions hold something on a fake device, too."""
+    start, random = cache.length, np.random.default_rng(sum(ids))
+    engine.prefill(ids, cache=cache)
+    if engine.path.startswith("cuda"):
+        for name in held(cache):
+            array = getattr(cache, name)
+            values = np.asarray(array)
+            new = values[:, :, start : cache.length]
+            new[...] = random.integers(0, 100, new.shape)
+            array.upload(values)
+
+
+@dataclass
+class Expected:
+    """What a cache should hold."""
+
+    ids: list[int]
+    arrays: dict[str, np.ndarray]
+
+    @classmethod
+    def of(cls, cache: AnyCache, ids: list[int]) -> Expected:
+        return cls(ids, held(cache))
+
+    def up_to(self, tokens: int) -> Expected:
+        return Expected(self.ids[:tokens], {n: a[:, :, :tokens] for n, a in self.arrays.items()})
+
+    def check(self, cache: AnyCache) -> None:
+        assert cache.length == len(self.ids) and cache.tokens.tolist() == self.ids
+        assert cache.tokens.dtype == np.int32
+        found = held(cache)
+        assert found.keys() == self.arrays.keys()
+        for name, array in found.items():
+            assert array.dtype == self.arrays[name].dtype
+            assert np.array_equal(array, self.arrays[name]), name
 
 
 # Tokens and truncation
@@ -115,11 +172,172 @@ def test_a_cache_that_is_cut_during_a_pass_stays_cut(
     assert cache.tokens.tolist() == [1, 2]
 
 
+# Copies
+
+OPERATIONS = st.lists(
+    st.one_of(
+        st.tuples(st.just("prefill"), st.lists(st.integers(0, 200), min_size=1, max_size=20)),
+        st.tuples(st.just("truncate"), st.floats(0, 1)),
+        st.tuples(st.sampled_from(["fork", "hand over"]), st.integers(0, 3)),
+    ),
+    min_size=3,
+    max_size=8,
+)
+
+
 @on_both
-def test_a_closed_cache_takes_no_prompt(load: Load, device: str) -> None:
-    engine = load(device=device)
+@of_both
+@settings(
+    max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(operations=OPERATIONS)
+def test_caches_hold_what_was_put_into_them(
+    load: Load, device: str, kv_dtype: str, operations: list[tuple[str, Any]]
+) -> None:
+    """Whatever is done, in whichever order, and whatever is then done to their copies."""
+    with load(device=device, kv_dtype=kv_dtype) as engine:
+        cache = engine.new_cache(40)
+        expected = Expected.of(cache, [])
+        left: list[tuple[AnyCache, Expected]] = []
+        for operation, value in operations:
+            if operation == "prefill":
+                ids = value[: cache.capacity - cache.length]
+                if not ids:
+                    continue
+                store(cache, ids, engine)
+                now = Expected.of(cache, expected.ids + ids)
+                for name, array in expected.arrays.items():  # what was there stays
+                    assert np.array_equal(now.arrays[name][:, :, : len(expected.ids)], array)
+                expected = now
+            elif operation == "truncate":
+                tokens = int(value * cache.length)
+                cache.truncate(tokens)
+                expected = expected.up_to(tokens)
+            else:
+                left.append((cache, expected))
+                capacity = max(cache.length + value, 1)
+                if operation == "fork":
+                    cache = cache.fork(capacity)
+                else:
+                    exported = cache.export()
+                    cache = engine.new_cache(capacity)
+                    cache.import_(exported)
+                assert cache.capacity == capacity
+            expected.check(cache)
+        for earlier, then in left:
+            then.check(earlier)
+            earlier.close()
+        cache.close()
+
+
+@of_both
+def test_copies_go_on_as_the_original(load: Load, kv_dtype: str) -> None:
+    """In NumPy, which computes; and independently of it."""
+    engine = load(device="cpu", kv_dtype=kv_dtype)
+    cache = engine.new_cache(24)
+    engine.prefill([5, 6, 7, 8], cache=cache)
+    fork, other = cache.fork(), load(device="cpu", kv_dtype=kv_dtype)
+    taken = other.new_cache(24)
+    taken.import_(cache.export())
+    logits = []
+    for runner, each in ((engine, cache), (engine, fork), (other, taken)):
+        logits.append(runner.prefill([9, 10], cache=each, logits="all").logits)
+        assert each.tokens.tolist() == [5, 6, 7, 8, 9, 10]
+    assert np.array_equal(logits[1], logits[0]) and np.array_equal(logits[2], logits[0])
+
+
+@on_both
+@of_both
+def test_a_fork_that_is_too_short_is_refused(load: Load, device: str, kv_dtype: str) -> None:
+    engine = load(device=device, kv_dtype=kv_dtype)
     cache = engine.new_cache(8)
+    engine.prefill([1, 2, 3], cache=cache)
+    for capacity in (2, 0, -1):
+        with pytest.raises(ValueError, match=f"{capacity} positions of 3 that are filled"):
+            cache.fork(capacity)
+    assert cache.fork(3).capacity == 3 and cache.fork().capacity == 8
+
+
+def test_a_fork_that_does_not_fit_says_how_much(driver: FakeDriver, load: Load) -> None:
+    engine = load()
+    before, cache = driver.held(), engine.new_cache(8)
+    with pytest.raises(OutOfMemoryError, match=r"[\d,]+ bytes of .* are needed .* are free on"):
+        cache.fork(1 << 22)
+    cache.close()
+    assert driver.held() == before
+
+
+@pytest.mark.parametrize("copied", [0, 3])
+def test_a_fork_that_fails_keeps_nothing(driver: FakeDriver, load: Load, copied: int) -> None:
+    """At the first copy or the last; the error is kept."""
+    engine = load(kv_dtype="e4m3")
+    cache = engine.new_cache(8)
+    engine.prefill([1, 2], cache=cache)
+    before = driver.held()
+    driver.fail["cuMemcpy2DAsync"] = (copied, INVALID_VALUE)
+    with pytest.raises(CudaError, match=r"cuMemcpy2DAsync failed.* rows of ") as kept:
+        cache.fork()
+    assert driver.held() == before, kept.value
+    assert cache.fork().tokens.tolist() == [1, 2]
+
+
+def test_an_import_that_fails_leaves_an_empty_cache(driver: FakeDriver, load: Load) -> None:
+    engine = load()
+    cache = engine.new_cache(8)
+    engine.prefill([1, 2], cache=cache)
+    exported = cache.export()
+    driver.fail["cuMemcpy2DAsync"] = (1, INVALID_VALUE)
+    with pytest.raises(CudaError):
+        cache.import_(exported)
+    assert cache.length == 0
+    cache.import_(exported)
+    assert cache.tokens.tolist() == [1, 2]
+
+
+USES: dict[str, Callable[[AnyCache], object]] = {
+    "fork": lambda cache: cache.fork(),
+    "export": lambda cache: cache.export(),
+}
+
+
+@pytest.mark.parametrize("use", USES)
+def test_a_context_lost_by_a_copy_is_remembered(driver: FakeDriver, load: Load, use: str) -> None:
+    engine = load()
+    cache = engine.new_cache(8)
+    engine.prefill([1], cache=cache)
+    driver.fail["cuMemcpy2DAsync"] = (0, ILLEGAL_ADDRESS)
+    with pytest.raises(CudaError):
+        USES[use](cache)
+    for again in ("fork", "export"):
+        with pytest.raises(EngineError, match="lost by an earlier failure: cuMemcpy2DAsync failed"):
+            USES[again](cache)
+
+
+@pytest.mark.parametrize("use", USES)
+def test_copies_of_a_closed_or_forked_engine_are_refused(load: Load, use: str) -> None:
+    engine = load()
+    cache = engine.new_cache(8)
+    engine.model._process -= 1
+    with pytest.raises(EngineError, match="belongs to the parent process"):
+        USES[use](cache)
+    engine.model._process += 1
+    engine.close()
+    with pytest.raises(EngineError, match="has been closed"):
+        USES[use](cache)
+
+
+@on_both
+@of_both
+def test_a_closed_cache_is_refused_everywhere(load: Load, device: str, kv_dtype: str) -> None:
+    engine = load(device=device, kv_dtype=kv_dtype)
+    cache = engine.new_cache(8)
+    exported = cache.export()
     for _ in range(2):
         cache.close()
-    with pytest.raises(ValueError, match="this cache has been closed"):
-        engine.prefill([1], cache=cache)
+    for use in (
+        *USES.values(),
+        lambda c: c.import_(exported),
+        lambda c: engine.prefill([1], cache=c),
+    ):
+        with pytest.raises(ValueError, match="this cache has been closed"):
+            use(cache)
