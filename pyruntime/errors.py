@@ -101,3 +101,11 @@ class NumericalError(PyruntimeError):
 
 class EngineError(PyruntimeError):
     """An engine that cannot do what is asked: closed, forked, its device lost, or on the CPU."""
+
+
+class WaitTimeoutError(EngineError, TimeoutError):
+    """The `timeout` of a call ran out. The engine can be used on, and no cache has changed."""
+
+
+class BusyError(WaitTimeoutError):
+    """It ran out before the call's turn came, so that nothing of the call has begun."""

@@ -13,16 +13,17 @@ ROOT = Path(__file__).parents[2]
 # layer -> layers of this package that its modules may import, besides itself.
 ALLOWED: dict[str, set[str]] = {
     "errors": set(),
+    "turns": {"errors"},
     "cubin": {"errors"},
     "gguf": {"errors"},
     "text": {"errors", "gguf"},
     "hub": {"errors"},
     "driver": {"errors", "cubin"},
     "ops": {"errors", "cubin", "driver"},
-    "model": {"errors", "gguf", "driver", "ops"},
-    "reference": {"errors", "gguf", "model"},
+    "model": {"errors", "turns", "gguf", "driver", "ops"},
+    "reference": {"errors", "turns", "gguf", "model"},
     "options": {"errors", "driver", "model", "ops"},
-    "engine": {"options", "errors", "gguf", "driver", "model", "reference", "text", "hub"},
+    "engine": {"options", "errors", "turns", "gguf", "driver", "model", "reference", "text", "hub"},
     "measure": {"errors", "cubin", "driver", "ops", "model", "hub", "engine"},
     "commands": {
         "options",

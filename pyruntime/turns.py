@@ -1,0 +1,150 @@
+"""Calls from many threads: whose turn it is, and for how long a call may wait.
+
+A `threading.RLock` lets in whom it likes: a thread that asks again at once may get it many times
+while others wait. `Turns` serves threads in the order in which they came.
+
+An interrupt (KeyboardInterrupt) shows in Python code where a function begins, where a call has
+returned and where a loop goes back; one call into C is whole. So each step here that others depend
+on is one such call, and the one that must follow it is the first of a `finally` or `except`.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from numbers import Real
+
+from pyruntime.errors import BusyError, EngineError, WaitTimeoutError
+
+
+class Deadline:
+    """The end of a call's `timeout`, which begins now; several calls may share one.
+
+    Args:
+        timeout: seconds. None: there is no end. 0: nobody else is waited for, but what the call
+            itself does may take as long as it takes.
+
+    Raises:
+        ValueError: it is neither None nor a number of at least 0.
+    """
+
+    def __init__(self, timeout: float | None = None) -> None:
+        if timeout is not None:
+            if not isinstance(timeout, Real) or not timeout >= 0:
+                raise ValueError(f"timeout={timeout!r}: seconds, at least 0, or None")
+            timeout = float(min(timeout, threading.TIMEOUT_MAX))
+        self.timeout = timeout
+        self._began = time.monotonic()
+
+    @classmethod
+    def of(cls, timeout: float | Deadline | None) -> Deadline:
+        """The deadline itself, or that of a number of seconds."""
+        return timeout if isinstance(timeout, Deadline) else cls(timeout)
+
+    def left(self) -> float | None:
+        """Seconds that are left to wait for others, not below 0; None: for ever."""
+        if self.timeout is None:
+            return None
+        return max(self._began + self.timeout - time.monotonic(), 0.0)
+
+    def work_left(self) -> float | None:
+        """Seconds that are left for what the call itself does, likewise."""
+        return self.left() if self.timeout else None
+
+    def check(self, done: str) -> None:
+        """Raises WaitTimeoutError, which says what was `done`, if no time is left for the call."""
+        if self.work_left() == 0:
+            raise WaitTimeoutError(f"the timeout of {self.timeout:g} s ran out: {done}")
+
+
+class Turns:
+    """A lock that threads get in the order in which they ask; who has it may ask again.
+
+    Attributes:
+        deadline: of the call whose turn it is.
+    """
+
+    def __init__(self) -> None:
+        self.deadline = Deadline()
+        self._process = os.getpid()
+        self._lock = threading.RLock()  # of the thread whose turn it is
+        self._owned = threading.Condition(self._lock)  # to ask who that is
+        # A locked gate for each thread that waits. The first one waits for `_lock`, the others wait
+        # for their gates, and who leaves the queue opens the gate that is the first then.
+        self._queue: deque[threading.Lock] = deque()
+
+    @property
+    def forked(self) -> bool:
+        """Whether this process is a child of the one that made this object."""
+        return self._process != os.getpid()
+
+    def check_process(self) -> None:
+        """Raises EngineError in a forked child: a thread that the child lacks may have the lock."""
+        if self.forked:
+            raise EngineError("this engine belongs to the parent process: load one after the fork")
+
+    def turn(self, timeout: float | Deadline | None = None) -> AbstractContextManager[None]:
+        """Waits for the turn of a `with` block, which ends with it however that ends.
+
+        An interrupt while it waits takes the thread out of the queue.
+
+        Raises:
+            BusyError: the time ran out first. EngineError: see `check_process`. ValueError: see
+            `Deadline`.
+        """
+        self.check_process()
+        deadline = Deadline.of(timeout)
+        return nullcontext() if self._is_mine() else _Turn(self, deadline)
+
+    def _is_mine(self) -> bool:
+        try:
+            self._owned.notify(0)  # wakes nobody, and is refused unless this thread has the lock
+        except RuntimeError:
+            return False
+        return True
+
+
+class _Turn:
+    """A block's turn. Its exit is the lock's: no Python function whose begin an interrupt meets."""
+
+    __slots__ = ("__exit__", "_deadline", "_turns")
+
+    __exit__: Callable[..., None]
+
+    def __init__(self, turns: Turns, deadline: Deadline) -> None:
+        self._turns, self._deadline = turns, deadline
+        self.__exit__ = turns._lock.__exit__
+
+    def __enter__(self) -> None:
+        lock, queue, began = self._turns._lock, self._turns._queue, time.monotonic()
+        gate = threading.Lock()
+        gate.acquire()
+        try:
+            try:
+                queue.append(gate)
+                if not ((queue[0] is gate or self._got(gate)) and self._got(lock)):
+                    waited = f"waited {time.monotonic() - began:.3f} s for this call's turn"
+                    raise BusyError(f"busy: {waited}; calls before it: {queue.index(gate) + 1}")
+                self._turns.deadline = self._deadline
+            finally:
+                try:
+                    queue.remove(gate)
+                finally:
+                    try:  # noqa: SIM105 (a call of `suppress` could be interrupted)
+                        queue[0].release()
+                    except (IndexError, RuntimeError):
+                        pass  # nobody waits, or the first one's gate is open already
+        except BaseException:
+            try:  # noqa: SIM105
+                lock.release()
+            except RuntimeError:
+                pass  # it had not been got
+            raise
+
+    def _got(self, lock: threading.Lock | threading.RLock) -> bool:
+        left = self._deadline.left()
+        return lock.acquire(timeout=-1 if left is None else left)
