@@ -1,9 +1,7 @@
-"""A model on a GPU: weights, buffers, caches, and the forward pass, behind one lock."""
+"""A model on a GPU: weights, buffers, caches, and the forward pass, for one call at a time."""
 
 from __future__ import annotations
 
-import os
-import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping
@@ -42,6 +40,7 @@ from pyruntime.model.tokens import check_tokens
 from pyruntime.model.weights import Weights
 from pyruntime.ops.attention_choice import choose
 from pyruntime.ops.qkv import alike_heads
+from pyruntime.turns import Turns
 
 if TYPE_CHECKING:
     from pyruntime.gguf import GGUFFile
@@ -58,6 +57,7 @@ class GpuModel:
     """The weights of `file` on device `ordinal`, and what runs them.
 
     Attributes:
+        turns: whose call is served, see `pyruntime.turns`.
         weights: the arrays; `weights_mode`: "fp16" (dequantized at load) or "per-layer" (packed,
             dequantized a layer ahead, see `model.streamed`).
         max_tokens: rows of one forward pass at most.
@@ -104,8 +104,7 @@ class GpuModel:
         self.overlap = overlap
         self.gpu_seconds = 0.0  # of the last forward pass
         self.host_span = (0.0, 0.0)  # and its first enqueue and end of waiting (perf_counter)
-        self._lock = threading.RLock()
-        self._process = os.getpid()
+        self.turns = Turns()
         self._lost = ""  # the failure that lost the device's context, if one did
         self._resources = ExitStack()
         weakref.finalize(self, _abandon, self._resources).atexit = False
@@ -178,9 +177,7 @@ class GpuModel:
     @contextmanager
     def _entry(self) -> Iterator[None]:
         """One call at a time, on a device that works; what loses its context is remembered."""
-        if self._process != os.getpid():  # before the lock, which the parent may hold for ever
-            raise EngineError("this engine belongs to the parent process: load one after the fork")
-        with self._lock:
+        with self.turns.turn():
             if self._lost:
                 raise EngineError(
                     f"the device context was lost by an earlier failure: {self._lost}"
@@ -465,9 +462,9 @@ class GpuModel:
 
     def close(self) -> None:
         """Gives all device memory back. Idempotent. Caches and results free their own."""
-        if self._process != os.getpid():
+        if self.turns.forked:
             return  # the driver's state is the parent's
-        with self._lock:
+        with self.turns.turn():
             self._open = False
             if self._lost:
                 return  # there is nothing left to free

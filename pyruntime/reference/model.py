@@ -32,6 +32,7 @@ from pyruntime.reference.functions import (
     swiglu,
 )
 from pyruntime.reference.memory import require_memory
+from pyruntime.turns import Turns
 
 if TYPE_CHECKING:
     from pyruntime.gguf.reader import GGUFFile
@@ -68,6 +69,7 @@ class ReferenceModel:
             raise ValueError(f"kv_dtype is {kv_dtype!r}; known: {', '.join(KV_DTYPES)}")
         self.config = config
         self.kv_dtype = kv_dtype
+        self.turns = Turns()
         self._rounded = ROUNDINGS[precision]
         elements = sum(math.prod(shape) for _, shape in tensor_shapes(config))
         require_memory(4 * elements, f"{file.path}: float32 weights")
