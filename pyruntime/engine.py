@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -30,6 +29,7 @@ from pyruntime.options import check_options, choose_device, free_memory, sizes
 if TYPE_CHECKING:
     from pyruntime.model.footprint import Plan
     from pyruntime.text.tokenizer import Tokenizer
+    from pyruntime.turns import Turns
 
 LOGITS_BYTES = 256 << 20  # of logits at a time, where only log-probabilities are wanted
 
@@ -44,6 +44,7 @@ class Model(Protocol):
     config: ModelConfig
     fingerprint: str
     kv_dtype: str
+    turns: Turns
 
     @property
     def max_prompts(self) -> int | None: ...
@@ -91,7 +92,7 @@ class Engine:
 
     `weights` is what they are held as: on a GPU "fp16" or "per-layer", in NumPy "f32".
 
-    Calls from several threads are served one after the other.
+    Calls from several threads are served one after the other, in the order in which they come.
     """
 
     def __init__(
@@ -105,12 +106,10 @@ class Engine:
         weights: str,
     ) -> None:
         self._model = model
-        self._process = os.getpid()
         self._kv_limit = kv_limit
         self._metadata = file.metadata
         self._cache: Any = None
         self._closed = False
-        self._lock = threading.RLock()
         self.config = model.config
         self.path = path
         self.max_tokens = max_tokens
@@ -382,7 +381,7 @@ class Engine:
                 timings["gpu"] = timings.get("gpu", 0.0) + seconds
 
         self._check_open()
-        with self._lock:
+        with self._model.turns.turn():
             self._check_open()
             calls.check_room(asked, self._model.kv_dtype, self.config.context_length)
             stateless = [len(call.ids) for call in asked if call.cache is None]
@@ -562,14 +561,13 @@ class Engine:
     def _check_open(self) -> None:
         if self._closed:
             raise EngineError("this engine has been closed")
-        if self._process != os.getpid():
-            raise EngineError("this engine belongs to the parent process: load one after the fork")
+        self._model.turns.check_process()
 
     def close(self) -> None:
         """Gives all memory back. Idempotent. Results and caches in use keep theirs."""
-        if self._process != os.getpid():
+        if self._model.turns.forked:
             return
-        with self._lock:
+        with self._model.turns.turn():
             self._closed = True
             self._cache = None
             self._model.close()

@@ -51,7 +51,7 @@ class ReferenceModel:
 
     `progress` is called after each tensor with its bytes in the file. Raises OutOfMemoryError
     before anything is read if the float32 weights do not fit into memory. `file` is not needed
-    after construction.
+    after construction. One call at a time: `turns` is there for who has several threads.
     """
 
     def __init__(
