@@ -22,7 +22,7 @@ from cuda.bindings import driver
 
 from pyruntime.cubin.installed import manifest
 
-INVALID_VALUE, OUT_OF_MEMORY = 1, 2
+INVALID_VALUE, OUT_OF_MEMORY, ILLEGAL_STATE = 1, 2, 401
 INVALIDATED, UNJOINED, ISOLATION = 901, 904, 905  # of captures
 MAKERS = {"cuModuleLoadData": "modules", "cuStreamCreateWithPriority": "streams",
           "cuEventCreate": "events",
@@ -196,6 +196,8 @@ class FakeDriver:
         self.captures.append(Capture(stream, {stream}))
 
     def _end(self) -> int:
+        if not self._ended:
+            raise StatusError(ILLEGAL_STATE)
         (capture,) = self._ended
         if capture.broken or capture.loose:
             raise StatusError(INVALIDATED if capture.broken else UNJOINED)

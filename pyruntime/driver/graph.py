@@ -81,11 +81,12 @@ def _captured(stream: Stream, enqueue: Callable[[], object]) -> Any:
     which in other modes ends the capture. What other threads do is theirs in any case.
     """
     mode = api.constant("CUstreamCaptureMode", "CU_STREAM_CAPTURE_MODE_RELAXED")
-    api.call("cuStreamBeginCapture", stream.handle, mode)
     try:
+        api.call("cuStreamBeginCapture", stream.handle, mode)
         enqueue()
+        return api.call("cuStreamEndCapture", stream.handle)
     except BaseException:
-        with suppress(CudaError):  # it says no more than that there was a failure
+        # However far it came. It says no more than that there was a failure, or no capture.
+        with suppress(CudaError):
             api.call("cuGraphDestroy", api.call("cuStreamEndCapture", stream.handle))
         raise
-    return api.call("cuStreamEndCapture", stream.handle)

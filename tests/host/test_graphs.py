@@ -324,14 +324,17 @@ def test_a_pass_that_cannot_be_captured_is_enqueued(
 
 
 @WEIGHTS
+@pytest.mark.parametrize("late", [False, True])
 def test_an_interrupted_capture_leaves_an_engine_that_works(
-    driver: FakeDriver, load: Load, weights: str
+    driver: FakeDriver, load: Load, late: bool, weights: str
 ) -> None:
+    """In its middle, or when all has been captured."""
     engine = load(weights=weights)
     engine.prefill([1, 2])
 
     def interrupt(name: str, given: tuple[Any, ...]) -> None:
-        if driver.captures and len(driver.captures[0].calls) == 12:
+        middle = driver.captures and len(driver.captures[0].calls) == 12
+        if name == "cuStreamEndCapture" if late else middle:
             driver.hook = lambda name, given: None
             raise KeyboardInterrupt
 
