@@ -25,17 +25,18 @@ from pyruntime.model.scoring import Scored, windows
 from pyruntime.model.stats import Stats
 from pyruntime.model.tokens import check_tokens
 from pyruntime.options import check_options, choose_device, free_memory, sizes
+from pyruntime.turns import Deadline, Turns
 
 if TYPE_CHECKING:
     from pyruntime.model.footprint import Plan
     from pyruntime.text.tokenizer import Tokenizer
-    from pyruntime.turns import Turns
 
 LOGITS_BYTES = 256 << 20  # of logits at a time, where only log-probabilities are wanted
 
 Progress = Callable[[int], object]
 Ids = Sequence[int] | NDArray[np.integer[Any]]
 Logits = Literal["none", "last", "all"] | Sequence[int] | NDArray[np.integer[Any]]
+Timeout = float | Deadline | None
 
 
 class Model(Protocol):
@@ -294,7 +295,13 @@ class Engine:
 
     @overload
     def prefill(
-        self, ids: Ids, *, cache: AnyCache | None = ..., logits: Logits = ..., hidden: Hidden = ...
+        self,
+        ids: Ids,
+        *,
+        cache: AnyCache | None = ...,
+        logits: Logits = ...,
+        hidden: Hidden = ...,
+        timeout: Timeout = ...,
     ) -> Result: ...
 
     @overload
@@ -305,10 +312,17 @@ class Engine:
         cache: Sequence[AnyCache] | None = ...,
         logits: Logits | Sequence[Logits] = ...,
         hidden: Hidden = ...,
+        timeout: Timeout = ...,
     ) -> list[Result]: ...
 
     def prefill(
-        self, ids: Any, *, cache: Any = None, logits: Any = "last", hidden: Hidden = None
+        self,
+        ids: Any,
+        *,
+        cache: Any = None,
+        logits: Any = "last",
+        hidden: Hidden = None,
+        timeout: Timeout = None,
     ) -> Result | list[Result]:
         """Runs a prompt, or a list of prompts packed into as few passes as they fit, unpadded.
 
@@ -321,21 +335,31 @@ class Engine:
                 `ids` (ascending; negative ones count from the end). For a list of prompts
                 positions are a list with those of each.
             hidden: also the hidden state: see `Result`.
+            timeout: seconds that the call may take, waiting for its turn and then for the GPU;
+                NumPy looks at the time between passes. None: as long as it takes. 0: it does not
+                wait for other calls, and may then take as long as it takes. A
+                `pyruntime.turns.Deadline` is one timeout for several calls.
 
         Raises:
-            ValueError: bad ids, a cache of another engine or kv_dtype, more than the cache (or
-                `kv_tokens`) holds, or more than the model's context length.
+            BusyError: the time ran out before the call's turn came.
+            WaitTimeoutError: it ran out later. What the GPU still does is waited for by the next
+                call, within its own timeout.
+            ValueError: bad ids, a timeout that is none, a cache of another engine or kv_dtype, more
+                than the cache (or `kv_tokens`) holds, or more than the model's context length.
             NumericalError: a value left its range; the text names layer and tensor.
             CudaError, EngineError: see `pyruntime.errors`.
 
         Whatever is raised, all caches are as long as before.
         """
+        deadline = Deadline.of(timeout)
         if calls.several(ids):
-            return self._prefill(ids, cache, logits, hidden)
+            return self._prefill(ids, cache, logits, hidden, deadline)
         started = time.perf_counter()
-        return self._given([self._call(ids, cache, logits, hidden)], started)[0]
+        return self._given([self._call(ids, cache, logits, hidden)], started, deadline)[0]
 
-    def _prefill(self, prompts: Any, cache: Any, logits: Any, hidden: Hidden) -> list[Result]:
+    def _prefill(
+        self, prompts: Any, cache: Any, logits: Any, hidden: Hidden, deadline: Deadline
+    ) -> list[Result]:
         """Of several prompts."""
         started, count = time.perf_counter(), len(prompts)
         each = logits if isinstance(logits, (list, tuple)) else [logits] * count
@@ -344,14 +368,15 @@ class Engine:
             if not isinstance(given, (list, tuple)) or len(given) != count:
                 raise ValueError(f"{name}: a list of {count} is needed, one for each prompt")
         asked = zip(prompts, caches, each, strict=True)
-        return self._given(named(asked, lambda parts: self._call(*parts, hidden)), started)
+        named_calls = named(asked, lambda parts: self._call(*parts, hidden))
+        return self._given(named_calls, started, deadline)
 
     def _call(self, ids: Any, cache: Any, logits: Any, hidden: Hidden) -> Call:
         tokens = check_tokens(ids, self.config.vocab)
         nt = len(tokens)
         return Call(tokens, cache, calls.wanted_logits(logits, nt), calls.wanted_hidden(hidden, nt))
 
-    def _given(self, asked: Sequence[Call], started: float) -> list[Result]:
+    def _given(self, asked: Sequence[Call], started: float, deadline: Deadline) -> list[Result]:
         """What comes of calls that began at `started`."""
         gathered = Gathered(asked)
 
@@ -359,7 +384,7 @@ class Engine:
             given = self._model.run(batch)
             gathered.take(batch, parts, given.logits, given.hidden)
 
-        timings = self._run(asked, step)
+        timings = self._run(asked, step, deadline)
         timings["wall"] = time.perf_counter() - started
         return [
             Result(
@@ -370,18 +395,26 @@ class Engine:
         ]  # fmt: skip
 
     def _run(
-        self, asked: Sequence[Call], step: Callable[[Batch, list[Part]], object]
+        self,
+        asked: Sequence[Call],
+        step: Callable[[Batch, list[Part]], object],
+        deadline: Deadline,
     ) -> dict[str, float]:
         """Makes the passes of all calls, and returns the seconds that the GPU took, if one did."""
         timings: dict[str, float] = {}
+        done, count = 0, sum(len(call.ids) for call in asked)
 
         def timed(batch: Batch, parts: list[Part]) -> None:
+            nonlocal done
+            if deadline.work_left() == 0:
+                raise deadline.over(f"{done} of {count} tokens were done")
             step(batch, parts)
+            done += batch.rows
             if seconds := getattr(self._model, "gpu_seconds", 0.0):
                 timings["gpu"] = timings.get("gpu", 0.0) + seconds
 
         self._check_open()
-        with self._model.turns.turn():
+        with self._model.turns.turn(deadline):
             self._check_open()
             calls.check_room(asked, self._model.kv_dtype, self.config.context_length)
             stateless = [len(call.ids) for call in asked if call.cache is None]
@@ -395,6 +428,7 @@ class Engine:
         continuations: Sequence[str | Ids],
         *,
         logits_bytes: int = LOGITS_BYTES,
+        timeout: Timeout = None,
     ) -> list[list[float | None]]:
         """The log-probability of each token of each continuation, after its prompt.
 
@@ -407,16 +441,18 @@ class Engine:
                 texts the whole is tokenized, and the tokens after as many as the prompt alone
                 comes to are the continuation's. A prompt may be empty.
             logits_bytes: what logits may take at a time.
+            timeout: see `prefill`.
 
         Returns: natural logarithms; None for a token that nothing precedes.
 
         Raises: as `prefill`; TokenizerError for text without a vocabulary.
         """
+        deadline = Deadline.of(timeout)
         if len(prompts) != len(continuations):
             raise ValueError(f"{len(prompts)} prompts and {len(continuations)} continuations")
         pairs = zip(prompts, continuations, strict=True)
         texts = named(pairs, lambda pair: self._halves(*pair))
-        return self._score(texts, logits_bytes)
+        return self._score(texts, logits_bytes, deadline)
 
     def _halves(self, prompt: str | Ids, continuation: str | Ids) -> tuple[Rows, Rows]:
         """The ids of a prompt and of its continuation."""
@@ -425,7 +461,9 @@ class Engine:
             return context, self._ids(prompt + continuation)[len(context) :]
         return context, self._ids(continuation, begins=False)
 
-    def _score(self, texts: Sequence[tuple[Rows, Rows]], most: int) -> list[list[float | None]]:
+    def _score(
+        self, texts: Sequence[tuple[Rows, Rows]], most: int, deadline: Deadline
+    ) -> list[list[float | None]]:
         if most < 1:
             raise ValueError(f"logits_bytes={most}: at least 1")
         scored = Scored(texts)
@@ -436,7 +474,7 @@ class Engine:
             scored.take(batch, parts, found)
 
         if scored.calls:
-            self._run(scored.calls, step)
+            self._run(scored.calls, step, deadline)
         return scored.results()
 
     def perplexity(
@@ -446,6 +484,7 @@ class Engine:
         window: int | None = None,
         stride: int | None = None,
         logits_bytes: int = LOGITS_BYTES,
+        timeout: Timeout = None,
     ) -> float:
         """exp of the mean negative log-likelihood of a text's tokens, all but the first one.
 
@@ -456,9 +495,11 @@ class Engine:
         Args:
             window: tokens; by default the context length, or `kv_tokens` if that is less.
             stride: tokens from one window to the next, at most `window`; by default half of it.
+            logits_bytes, timeout: see `score`.
 
         Raises: as `score`; ValueError for a text of fewer than two tokens.
         """
+        deadline = Deadline.of(timeout)
         ids = self._ids(text)
         longest = min(self.config.context_length, self.kv_tokens)
         window = longest if window is None else window
@@ -467,7 +508,7 @@ class Engine:
             raise ValueError(f"window={window}, stride={stride}: at least 2, and 1 to less than it")
         if len(ids) < 2:
             raise ValueError(f"the perplexity of {len(ids)} tokens: at least 2 are needed")
-        scores = self._score(windows(ids, window, stride), logits_bytes)
+        scores = self._score(windows(ids, window, stride), logits_bytes, deadline)
         return float(np.exp(-np.mean([score for part in scores for score in part])))
 
     def embed(
@@ -476,6 +517,7 @@ class Engine:
         *,
         pooling: Literal["mean", "last"] = "mean",
         normalize: bool = False,
+        timeout: Timeout = None,
     ) -> NDArray[np.float32]:
         """A vector for each text: float32 [texts, hidden].
 
@@ -483,15 +525,17 @@ class Engine:
             texts: or token ids.
             pooling: of the states after the output norm: their "mean", or the "last" one.
             normalize: to length 1.
+            timeout: see `prefill`.
 
         Raises: as `prefill`; TokenizerError for text without a vocabulary.
         """
+        deadline = Deadline.of(timeout)
         if pooling not in ("mean", "last"):
             raise ValueError(f"pooling={pooling!r}: 'mean' or 'last'")
         if isinstance(texts, str):
             raise ValueError("texts: a list is needed, even for one text")
         prompts = named(texts, lambda text: self._ids(text, ends=True))
-        found = self._prefill(prompts, None, "none", pooling) if prompts else []
+        found = self._prefill(prompts, None, "none", pooling, deadline) if prompts else []
         vectors = np.concatenate([np.empty((0, self.config.hidden)), *(r.hidden for r in found)])
         if normalize:
             vectors = vectors / np.linalg.norm(vectors, axis=1, keepdims=True)
@@ -507,20 +551,26 @@ class Engine:
         ids = self.tokenizer.encode(text, add_special=begins)
         return ids[:-1] if begins and not ends and self.tokenizer.adds_eos else ids
 
-    def generate(self, ids: ArrayLike, n: int) -> list[int]:
+    def generate(self, ids: ArrayLike, n: int, *, timeout: Timeout = None) -> list[int]:
         """Up to `n` greedy tokens after `ids`, each the argmax of the logits; stops before EOS.
+
+        Each token is a call of its own, between which other threads have their turns; `timeout` is
+        that of all of them, see `prefill`.
 
         Raises: as `prefill`; ValueError if n < 0.
         """
+        deadline = Deadline.of(timeout)
         if n < 0:
             raise ValueError(f"n is {n}; it must not be negative")
         prompt = check_tokens(ids, self.config.vocab)
-        cache = self.new_cache(len(prompt) + max(n, 1))
+        self._check_open()
+        with self._model.turns.turn(deadline):
+            cache = self.new_cache(len(prompt) + max(n, 1))
         step: Ids = prompt
         out: list[int] = []
         stop = self._stop_ids
         while len(out) < n:
-            logits = np.asarray(self.prefill(step, cache=cache).logits)
+            logits = np.asarray(self.prefill(step, cache=cache, timeout=deadline).logits)
             token = int(logits[-1].argmax())
             if token in stop:
                 break
@@ -564,11 +614,14 @@ class Engine:
         self._model.turns.check_process()
 
     def close(self) -> None:
-        """Gives all memory back. Idempotent. Results and caches in use keep theirs."""
+        """Gives all memory back, after the call that is served now. Idempotent.
+
+        Calls that wait for their turn are refused. Results and caches in use keep their memory.
+        """
         if self._model.turns.forked:
             return
+        self._closed = True
         with self._model.turns.turn():
-            self._closed = True
             self._cache = None
             self._model.close()
 

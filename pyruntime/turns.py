@@ -55,10 +55,9 @@ class Deadline:
         """Seconds that are left for what the call itself does, likewise."""
         return self.left() if self.timeout else None
 
-    def check(self, done: str) -> None:
-        """Raises WaitTimeoutError, which says what was `done`, if no time is left for the call."""
-        if self.work_left() == 0:
-            raise WaitTimeoutError(f"the timeout of {self.timeout:g} s ran out: {done}")
+    def over(self, done: str) -> WaitTimeoutError:
+        """The error of a call whose time ran out when this much was `done`."""
+        return WaitTimeoutError(f"the timeout of {self.timeout:g} s ran out: {done}")
 
 
 class Turns:
@@ -90,7 +89,8 @@ class Turns:
     def turn(self, timeout: float | Deadline | None = None) -> AbstractContextManager[None]:
         """Waits for the turn of a `with` block, which ends with it however that ends.
 
-        An interrupt while it waits takes the thread out of the queue.
+        An interrupt while it waits takes the thread out of the queue. A block within a block has
+        the outer one's turn, and its deadline.
 
         Raises:
             BusyError: the time ran out first. EngineError: see `check_process`. ValueError: see

@@ -22,7 +22,7 @@ from cuda.bindings import driver
 
 from pyruntime.cubin.installed import manifest
 
-INVALID_VALUE, OUT_OF_MEMORY, ILLEGAL_STATE = 1, 2, 401
+INVALID_VALUE, OUT_OF_MEMORY, ILLEGAL_STATE, NOT_READY = 1, 2, 401, 600
 INVALIDATED, UNJOINED, ISOLATION = 901, 904, 905  # of captures
 MAKERS = {"cuModuleLoadData": "modules", "cuStreamCreateWithPriority": "streams",
           "cuEventCreate": "events",
@@ -34,6 +34,9 @@ ENDERS = {"cuModuleUnload": "modules", "cuStreamDestroy": "streams", "cuEventDes
 CAPTURED = {"cuMemcpyHtoDAsync": -1, "cuMemcpyDtoHAsync": -1, "cuMemcpyDtoDAsync": -1,
             "cuMemcpy2DAsync": -1, "cuMemsetD8Async": -1, "cuLaunchKernelEx": 0,
             "cuEventRecord": 1, "cuStreamWaitEvent": 0}  # fmt: skip
+# Calls that change what kernels at work may use.
+DISTURBING = {"cuMemFree", "cuMemFreeHost", "cuMemcpyHtoD", "cuMemcpyHtoDAsync", "cuModuleUnload",
+              "cuGraphExecDestroy", "cuStreamDestroy"}  # fmt: skip
 ANSWERS = {  # of functions without a state
     "cuDriverGetVersion": 13000, "cuDeviceGetCount": 1, "cuDeviceGetName": b"Made-up GPU\0",
     "cuFuncLoad": None, "cuFuncSetAttribute": None, "cuOccupancyMaxActiveClusters": 60,
@@ -94,6 +97,9 @@ class FakeDriver:
         answers, attributes: ANSWERS and ATTRIBUTES; the driver is its own device and context.
         fail: function name -> (calls that still succeed, code of the one that then fails).
         lost: the code of a sticky error; while it is set, all but context pushes and pops fail.
+        slow: how often streams must be asked after a launch until they say that they are done.
+        working: what is left of that; until it is 0, or a stream is waited for, DISTURBING calls
+            are misuse.
         hook: called with name and arguments before each call; what it raises, the caller gets.
         calls: how often each function was called. misuse: what should not have happened.
         captures: those that go on. graphs: by handle, captured or instantiated.
@@ -108,6 +114,7 @@ class FakeDriver:
         self.answers: dict[str, Any] = {**ANSWERS, "cuDeviceGet": self}
         self.fail: dict[str, tuple[int, int]] = {}
         self.lost = self._retained = 0
+        self.slow = self.working = 0.0
         self.hook: Callable[[str, tuple[Any, ...]], object] = lambda name, arguments: None
         self.calls: Counter[str] = Counter()
         self.misuse: list[str] = []
@@ -257,7 +264,18 @@ class FakeDriver:
                 return self._new_graph("execs", self.graphs[graph])
             case "cuGraphLaunch", (handle, stream):
                 self._replay(handle, stream)
+            case "cuStreamQuery", _:
+                self.working = max(self.working - 1, 0)
+                if self.working:
+                    raise StatusError(NOT_READY)
+                return None
+            case _ if name in DISTURBING and self.working:
+                self._require(False, f"{name} while the GPU is at work")
             case _ if name in self.answers:
+                if name == "cuLaunchKernelEx":
+                    self.working = self.slow
+                elif name == "cuStreamSynchronize" and arguments[0]:  # others do not wait for ours
+                    self.working = 0
                 return self.answers[name]
             case _, (size, *_) if name in MAKERS:
                 nbytes = size if name.startswith("cuMem") else 1

@@ -13,6 +13,7 @@ from typing import Any
 from pyruntime.errors import CudaError, DriverNotFoundError, EngineError, OutOfMemoryError
 
 OUT_OF_MEMORY = 2
+NOT_READY = 600
 # After these the context is lost for good (CUDA driver API, enum CUresult).
 STICKY = frozenset(
     {214, 220, 226, 700, 702, 709, 710, 713, 714, 715, 716, 717, 718, 719, 720, 721, 999}

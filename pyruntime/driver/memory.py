@@ -27,8 +27,9 @@ class DeviceArray:
 
     Neither waits for anything: a prefill returns when its work is done, as do `upload` and `fill`,
     so a result is complete on every stream. K/V of a cache are, too, unless another thread has a
-    prefill with that cache under way: who reads them then may find old and new values mixed, and no
-    stream to wait for would help. Let the prefill return first.
+    prefill with that cache under way, or one whose time ran out was the last call: who reads them
+    then may find old and new values mixed, and no stream to wait for would help. Let the prefill
+    return first, or make another call.
     """
 
     def __init__(

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 from pyruntime.driver import api
 from pyruntime.driver.device import Device
 from pyruntime.driver.memory import rectangle
+from pyruntime.errors import CudaError
 
 
 class Stream:
@@ -37,10 +39,33 @@ class Stream:
                     priority = api.call("cuCtxGetStreamPriorityRange")[1]
                 self.handle = api.call("cuStreamCreateWithPriority", flag, priority)
 
-    def synchronize(self) -> None:
-        """Waits for all work of the stream. The GIL is free meanwhile."""
+    def synchronize(self, seconds: float | None = None) -> bool:
+        """Waits for all work of the stream; whether it is over. The GIL is free meanwhile.
+
+        Args:
+            seconds: to wait at most. The driver has no such wait: it is asked again and again, with
+                pauses that grow with the time that has passed, from 20 us to 1 ms.
+        """
         with self.device.current():
-            api.call("cuStreamSynchronize", self.handle)
+            if seconds is None:
+                api.call("cuStreamSynchronize", self.handle)
+                return True
+            began = time.monotonic()
+            while not self._is_done():
+                passed = time.monotonic() - began
+                if passed >= seconds:
+                    return False
+                time.sleep(min(max(passed / 8, 20e-6), 1e-3, seconds - passed))
+            return True
+
+    def _is_done(self) -> bool:
+        try:
+            api.call("cuStreamQuery", self.handle)
+        except CudaError as error:
+            if error.code != api.NOT_READY:
+                raise
+            return False
+        return True
 
     def wait(self, event: Event) -> None:
         """Enqueues a wait for what `event` was last recorded after; the host does not wait."""

@@ -116,7 +116,9 @@ class Cache(AnyCache):
         return row.ptr
 
     def close(self) -> None:
-        """Frees the memory. Idempotent."""
+        """Frees the memory, once the GPU does nothing for a call whose time ran out. Idempotent."""
+        if self.owner is not None:
+            self.owner.drain()
         for array in (*self.arrays, self._maps):
             if array is not None:
                 array.close()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, closing, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from typing import TYPE_CHECKING, Literal, Protocol, TypeVar
 
 import numpy as np
@@ -18,11 +18,13 @@ from pyruntime.driver.memory import DeviceArray
 from pyruntime.driver.program import Launch
 from pyruntime.driver.stream import Event, Stream
 from pyruntime.errors import (
+    BusyError,
     CudaError,
     EngineError,
     NumericalError,
     OutOfMemoryError,
     UnsupportedModelError,
+    WaitTimeoutError,
 )
 from pyruntime.model import pipeline
 from pyruntime.model.batch import Batch, Output, whole_regions
@@ -37,10 +39,11 @@ from pyruntime.model.scores import log_probs
 from pyruntime.model.stats import Stats
 from pyruntime.model.streamed import StreamedWeights
 from pyruntime.model.tokens import check_tokens
+from pyruntime.model.underway import Underway
 from pyruntime.model.weights import Weights
 from pyruntime.ops.attention_choice import choose
 from pyruntime.ops.qkv import alike_heads
-from pyruntime.turns import Turns
+from pyruntime.turns import Deadline, Turns
 
 if TYPE_CHECKING:
     from pyruntime.gguf import GGUFFile
@@ -107,7 +110,9 @@ class GpuModel:
         self.turns = Turns()
         self._lost = ""  # the failure that lost the device's context, if one did
         self._resources = ExitStack()
-        weakref.finalize(self, _abandon, self._resources).atexit = False
+        self._underway = Underway()
+        streams = self._underway.streams
+        weakref.finalize(self, _abandon, self._resources, streams).atexit = False
         self._open = True
         try:
             self._load(
@@ -178,6 +183,7 @@ class GpuModel:
     def _entry(self) -> Iterator[None]:
         """One call at a time, on a device that works; what loses its context is remembered."""
         with self.turns.turn():
+            self._finish()
             if self._lost:
                 raise EngineError(
                     f"the device context was lost by an earlier failure: {self._lost}"
@@ -279,6 +285,7 @@ class GpuModel:
             NumericalError: a value left fp16's range; the caches keep their lengths.
             CudaError: the driver failed; if it lost the context, all later calls are refused.
             EngineError: closed, forked, or lost.
+            WaitTimeoutError: the time of the turn ran out; the caches keep their lengths.
         """
         shape = (len(batch.logits), self.config.vocab)
         if out is not None and (out.shape != shape or out.dtype != np.float32 or out.ptr % 16):
@@ -291,7 +298,7 @@ class GpuModel:
             if out is None and len(batch.logits):
                 out = DeviceArray(self.device, shape, np.float32, what="logits")
             form = Shape.of(batch, self.max_tokens)
-            with self._passing(batch, form, out):
+            with self._passing(batch, form, out, out):
                 hidden = self._hidden(batch, form)
         return Output(out, hidden)
 
@@ -317,29 +324,31 @@ class GpuModel:
             pieces = self._decoder.pieces(shape, batch, most)
             rows = max((piece.rows for piece in pieces), default=0)
             logits = DeviceArray(self.device, (rows, vocab), np.float32, what="logits of a piece")
-            with closing(logits), self._passing(batch, shape, None):
+            with self._passing(batch, shape, None, logits):
                 for piece in pieces:
                     out = logits.rows(0, piece.rows)
                     with self.device.current():
                         self._replayer.follow(self._decoder.head(shape, piece, out))
-                        self._stream.synchronize()
+                        self._wait()
                     part = slice(piece.before, piece.before + piece.rows)
                     found[part] = log_probs(np.asarray(out), targets[part])
+            logits.close()
         return found
 
     @contextmanager
-    def _passing(self, batch: Batch, shape: Shape, logits: DeviceArray | None) -> Iterator[None]:
-        """Runs a pass, and after the block, in which its last rows are there, stands by it."""
-        with batch.storing():
-            try:
-                self._run(batch, shape, logits)
-                if (site := self._decoder.live.overflow_site) != NO_OVERFLOW:
-                    where = site_name(site, self.config.layers)
-                    raise NumericalError(f"{where} holds a value beyond fp16's ±65504 or a NaN")
-                yield
-            except BaseException:
-                self._settle()
-                raise
+    def _passing(
+        self, batch: Batch, shape: Shape, logits: DeviceArray | None, used: object
+    ) -> Iterator[None]:
+        """Runs a pass, and after the block, in which its last rows are there, stands by it.
+
+        `used`: the logits, or what the block lets the GPU work with instead.
+        """
+        with batch.storing(), self._at_work(batch, used):
+            self._run(batch, shape, logits)
+            if (site := self._decoder.live.overflow_site) != NO_OVERFLOW:
+                where = site_name(site, self.config.layers)
+                raise NumericalError(f"{where} holds a value beyond fp16's ±65504 or a NaN")
+            yield
 
     def _hidden(self, batch: Batch, shape: Shape) -> NDArray[np.float32]:
         """The hidden states that a batch wants, once its pass is over."""
@@ -381,11 +390,11 @@ class GpuModel:
         batch = Batch.of_one(check_tokens(ids, self.config.vocab), cache, "last")
         with self._entry(), self.device.current():
             self._check_room(batch)
-            launches = self._launches(Shape.of(batch, self.max_tokens), self._logits_row())
-            self._upload(batch)
-            try:
+            out = self._logits_row()
+            launches = self._launches(Shape.of(batch, self.max_tokens), out)
+            with self._at_work(batch, out):
+                self._upload(batch)
                 yield launches, self._stream
-            finally:
                 self._settle()
 
     def _check_room(self, batch: Batch) -> None:
@@ -431,7 +440,7 @@ class GpuModel:
             self._replayer.run(decoder.recorded(shape), heads())
             decoder.live.download_overflow(stream)
             self._ended.record(stream)
-            stream.synchronize()
+            self._wait()
             self.host_span = enqueued, time.perf_counter()
             self.gpu_seconds = self._ended.milliseconds_since(self._started) / 1e3
 
@@ -452,13 +461,55 @@ class GpuModel:
             places.append(places[-1] + prompt.cache.length + len(prompt.ids))
         return places
 
-    def _settle(self) -> None:
-        """Waits for what a failed pass did start: it reads the live block."""
+    def _wait(self) -> None:
+        """For all that has been enqueued. Raises WaitTimeoutError: the turn's time ran out."""
+        deadline = self.turns.deadline
+        if not self._stream.synchronize(deadline.work_left()):
+            raise deadline.over("the GPU was still at work on a pass")
+
+    @contextmanager
+    def _at_work(self, *used: object) -> Iterator[None]:
+        """A block that enqueues work, which uses arrays of `used`, and waits for it.
+
+        Where the block fails, what it did start is waited for here: it reads the live block. Where
+        its time has run out, or that wait is interrupted, too, the next call does (`_finish`).
+        """
+        self._underway.begin(self._streams, *used)
         try:
-            for stream in self._streams:
-                stream.synchronize()
+            yield
+        except BaseException as error:
+            self._underway.left = True
+            # A block that was never left may be dropped in another thread's turn.
+            if not isinstance(error, (WaitTimeoutError, GeneratorExit)):
+                self._settle()
+            raise
+        self._underway.end()
+
+    def _settle(self) -> None:
+        self._underway.begin(self._streams)  # a call within a block of `staged` may have ended it
+        self._finish(Deadline())
+
+    def _finish(self, deadline: Deadline | None = None) -> None:
+        """Waits for what an earlier call left under way; `deadline` instead of the turn's.
+
+        Raises BusyError: the time ran out.
+        """
+        deadline = deadline or self.turns.deadline
+        try:
+            if not self._underway.wait(deadline.left):
+                raise BusyError(
+                    f"busy: within {deadline.timeout:g} s the GPU did not finish what is left of "
+                    "an earlier call, whose time ran out"
+                )
         except CudaError as error:
             self._note(error)
+        self._underway.end()
+
+    def drain(self) -> None:
+        """Waits for what a call that is over left under way."""
+        if self._underway.left:
+            with self.turns.turn():
+                self._finish(Deadline())
 
     def close(self) -> None:
         """Gives all device memory back. Idempotent. Caches and results free their own."""
@@ -466,6 +517,7 @@ class GpuModel:
             return  # the driver's state is the parent's
         with self.turns.turn():
             self._open = False
+            self._finish(Deadline())
             if self._lost:
                 return  # there is nothing left to free
             try:
@@ -481,8 +533,11 @@ def _single(rows: int) -> Shape:
     return Shape(rows, rows, 1, 1, True)
 
 
-def _abandon(resources: ExitStack) -> None:
-    """Frees what an engine held that was dropped without `close`."""
+def _abandon(resources: ExitStack, underway: list[Stream]) -> None:
+    """Frees what an engine held that was dropped without `close`, when no stream uses it."""
+    with suppress(CudaError):
+        for stream in underway:
+            stream.synchronize()
     with suppress(CudaError):
         resources.close()
 

@@ -7,46 +7,21 @@ import os
 import signal
 import sys
 import threading
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from fractions import Fraction
 from itertools import count
-from types import FrameType
+from types import FrameType, SimpleNamespace
 from typing import Any
 
 import pytest
+from threads import LONG, NotedQueue, finish, start
 
 from pyruntime import turns as module
 from pyruntime.errors import BusyError, EngineError, WaitTimeoutError
 from pyruntime.turns import Deadline, Turns
-
-LONG = 60.0  # seconds: more than anything here takes
-
-
-class NotedQueue(deque[Any]):
-    """A queue that says when a thread has joined."""
-
-    def __init__(self, joined: Callable[[], object]) -> None:
-        super().__init__()
-        self._joined = joined
-
-    def append(self, gate: Any) -> None:
-        super().append(gate)
-        self._joined()
-
-
-def start(target: Callable[..., object], *arguments: Any) -> threading.Thread:
-    thread = threading.Thread(target=target, args=arguments, daemon=True)
-    thread.start()
-    return thread
-
-
-def finish(*threads: threading.Thread) -> None:
-    for thread in threads:
-        thread.join(LONG)
-        assert not thread.is_alive()
 
 
 @contextmanager
@@ -326,17 +301,13 @@ def test_any_length_will_do(timeout: Any) -> None:
 
 def test_what_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 100.0
-    monkeypatch.setattr(module.time, "monotonic", lambda: now)
+    monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: now))
     limited, patient, hasty = Deadline(3), Deadline(), Deadline(0)
     assert Deadline.of(limited) is limited and Deadline.of(2.0).timeout == 2.0
     now = 102.0
     assert (limited.left(), limited.work_left()) == (1.0, 1.0)
-    limited.check("all")
     now = 104.0
     assert (limited.left(), limited.work_left()) == (0.0, 0.0)
     assert (patient.left(), patient.work_left()) == (None, None)
     assert (hasty.left(), hasty.work_left()) == (0.0, None)
-    patient.check("all")
-    hasty.check("all")
-    with pytest.raises(WaitTimeoutError, match=r"^the timeout of 3 s ran out: 4 of 5$"):
-        limited.check("4 of 5")
+    assert str(limited.over("4 of 5")) == "the timeout of 3 s ran out: 4 of 5"

@@ -1,0 +1,42 @@
+"""What a GPU does for a call, which may be over sooner: its time ran out, or it was interrupted.
+
+The live block, the activations and the call's own arrays are in use until that is done. So whoever
+comes next waits for it, before anything is written or freed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from pyruntime.driver.stream import Stream
+
+
+class Underway:
+    """The work of at most one call.
+
+    Attributes:
+        streams: those that it may be under way on; empty where there is none.
+        left: whether the call is over, and the work may not be.
+    """
+
+    def __init__(self) -> None:
+        self.streams: list[Stream] = []
+        self.left = False
+        self._used: tuple[object, ...] = ()
+
+    def begin(self, streams: Sequence[Stream], *used: object) -> None:
+        """Says, before work is enqueued on `streams`, what else must live as long as it runs."""
+        self._used += used
+        self.streams[:] = streams
+
+    def wait(self, left: Callable[[], float | None]) -> bool:
+        """Waits until all is done, for at most `left()` seconds (None: for ever); whether it is.
+
+        Raises CudaError: it is not known.
+        """
+        return all(stream.synchronize(left()) for stream in self.streams)
+
+    def end(self) -> None:
+        """Says that all is done."""
+        self.streams.clear()
+        self.left, self._used = False, ()
