@@ -72,7 +72,7 @@ class Result:
         hidden: float32 [1, hidden], a NumPy array: the state after the output norm of the last row
             ("last"), or the mean over all rows ("mean"); None if it was not asked for.
         cache: the cache that was passed in, or None.
-        tokens: how many ids were processed.
+        tokens: how many ids were processed. reused: how many before them the cache held already.
         timings: seconds of the whole call, all its prompts included: "wall", and on a GPU "gpu"
             (between events around the passes).
         path: the backend and device that did it, such as "cuda:0 (NVIDIA H200)" or "cpu (NumPy)",
@@ -84,6 +84,7 @@ class Result:
     hidden: Any
     cache: AnyCache | None
     tokens: int
+    reused: int = 0
     timings: dict[str, float] = field(default_factory=dict)
     path: str = ""
 
@@ -299,6 +300,7 @@ class Engine:
         ids: Ids,
         *,
         cache: AnyCache | None = ...,
+        reuse: bool = ...,
         logits: Logits = ...,
         hidden: Hidden = ...,
         timeout: Timeout = ...,
@@ -310,6 +312,7 @@ class Engine:
         ids: Sequence[Ids],
         *,
         cache: Sequence[AnyCache] | None = ...,
+        reuse: bool = ...,
         logits: Logits | Sequence[Logits] = ...,
         hidden: Hidden = ...,
         timeout: Timeout = ...,
@@ -320,6 +323,7 @@ class Engine:
         ids: Any,
         *,
         cache: Any = None,
+        reuse: bool = False,
         logits: Any = "last",
         hidden: Hidden = None,
         timeout: Timeout = None,
@@ -331,6 +335,9 @@ class Engine:
                 such prompts, of any lengths: then the results are a list, in their order.
             cache: continue this cache; without one the call leaves no state behind. For a list of
                 prompts a list of as many different caches.
+            reuse: `ids` is not what comes after the cache's tokens, but all of the prompt: what the
+                cache holds of its beginning is kept, the rest forgotten, and only what is missing
+                is run, from the first row on that something is wanted of. See `Result.reused`.
             logits: of the "last" row, of "all", of "none", or of the rows at these positions of
                 `ids` (ascending; negative ones count from the end). For a list of prompts
                 positions are a list with those of each.
@@ -349,16 +356,22 @@ class Engine:
             NumericalError: a value left its range; the text names layer and tensor.
             CudaError, EngineError: see `pyruntime.errors`.
 
-        Whatever is raised, all caches are as long as before.
+        Whatever is raised, all caches are as long as before, or with `reuse` as what was kept.
         """
         deadline = Deadline.of(timeout)
         if calls.several(ids):
-            return self._prefill(ids, cache, logits, hidden, deadline)
-        started = time.perf_counter()
-        return self._given([self._call(ids, cache, logits, hidden)], started, deadline)[0]
+            return self._prefill(ids, cache, logits, hidden, deadline, reuse)
+        started, asked = time.perf_counter(), self._call(ids, cache, logits, hidden)
+        return self._given([asked], started, deadline, reuse)[0]
 
     def _prefill(
-        self, prompts: Any, cache: Any, logits: Any, hidden: Hidden, deadline: Deadline
+        self,
+        prompts: Any,
+        cache: Any,
+        logits: Any,
+        hidden: Hidden,
+        deadline: Deadline,
+        reuse: bool = False,
     ) -> list[Result]:
         """Of several prompts."""
         started, count = time.perf_counter(), len(prompts)
@@ -369,27 +382,31 @@ class Engine:
                 raise ValueError(f"{name}: a list of {count} is needed, one for each prompt")
         asked = zip(prompts, caches, each, strict=True)
         named_calls = named(asked, lambda parts: self._call(*parts, hidden))
-        return self._given(named_calls, started, deadline)
+        return self._given(named_calls, started, deadline, reuse)
 
     def _call(self, ids: Any, cache: Any, logits: Any, hidden: Hidden) -> Call:
         tokens = check_tokens(ids, self.config.vocab)
         nt = len(tokens)
         return Call(tokens, cache, calls.wanted_logits(logits, nt), calls.wanted_hidden(hidden, nt))
 
-    def _given(self, asked: Sequence[Call], started: float, deadline: Deadline) -> list[Result]:
+    def _given(
+        self, asked: Sequence[Call], started: float, deadline: Deadline, reuse: bool
+    ) -> list[Result]:
         """What comes of calls that began at `started`."""
+        if reuse and any(call.cache is None for call in asked):
+            raise ValueError("reuse=True: there is no cache to reuse")
         gathered = Gathered(asked)
 
         def step(batch: Batch, parts: list[Part]) -> None:
             given = self._model.run(batch)
             gathered.take(batch, parts, given.logits, given.hidden)
 
-        timings = self._run(asked, step, deadline)
+        timings = self._run(asked, step, deadline, reuse)
         timings["wall"] = time.perf_counter() - started
         return [
             Result(
-                gathered.logits(i), gathered.hidden(i), call.cache, len(call.ids), dict(timings),
-                self.path,
+                gathered.logits(i), gathered.hidden(i), call.cache, len(call.ids), call.reused,
+                dict(timings), self.path,
             )
             for i, call in enumerate(asked)
         ]  # fmt: skip
@@ -399,14 +416,16 @@ class Engine:
         asked: Sequence[Call],
         step: Callable[[Batch, list[Part]], object],
         deadline: Deadline,
+        reuse: bool = False,
     ) -> dict[str, float]:
         """Makes the passes of all calls, and returns the seconds that the GPU took, if one did."""
         timings: dict[str, float] = {}
-        done, count = 0, sum(len(call.ids) for call in asked)
+        done = 0
 
         def timed(batch: Batch, parts: list[Part]) -> None:
             nonlocal done
             if deadline.work_left() == 0:
+                count = sum(len(call.ids) for call in asked)
                 raise deadline.over(f"{done} of {count} tokens were done")
             step(batch, parts)
             done += batch.rows
@@ -416,7 +435,12 @@ class Engine:
         self._check_open()
         with self._model.turns.turn(deadline):
             self._check_open()
-            calls.check_room(asked, self._model.kv_dtype, self.config.context_length)
+            calls.check_room(
+                asked, self._model.kv_dtype, self.config.context_length, reuse=reuse
+            )
+            for call in asked if reuse else ():
+                if call.cache.owner is self._model:  # others are refused with their pass
+                    call.reuse()
             stateless = [len(call.ids) for call in asked if call.cache is None]
             scratch = self._scratch(max(stateless)) if stateless else None
             calls.run(self._model, asked, timed, rows=self.max_tokens, scratch=scratch)

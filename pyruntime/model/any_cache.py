@@ -24,9 +24,8 @@ def _frozen(own: NDArray[np.int32]) -> NDArray[np.int32]:
 class Filled(ABC):
     """The tokens whose keys and values fill the first `length` positions of something."""
 
-    _tokens = _frozen(
-        np.empty(0, np.int32)
-    )  # replaced as a whole, so that a thread sees the old or the new
+    # Replaced as a whole, so that a thread sees the old or the new.
+    _tokens = _frozen(np.empty(0, np.int32))
 
     @property
     def tokens(self) -> NDArray[np.int32]:

@@ -35,12 +35,30 @@ class Call:
         ids: int32 [nt], nt >= 1, each below the vocabulary. cache: to be continued; None: nothing
             is left behind.
         logits, hidden: ascending rows, int32.
+        reused: tokens that were taken off the front of `ids`, as the cache holds them.
     """
 
     ids: Rows
     cache: Any
     logits: Rows = field(default_factory=lambda: NONE)
     hidden: Rows = field(default_factory=lambda: NONE)
+    reused: int = 0
+
+    def reuse(self) -> None:
+        """Keeps of the cache what `ids` begins with, and drops that from `ids`.
+
+        What is left begins with the first row that something is wanted of, at the latest; a
+        cache that begins otherwise is emptied.
+        """
+        held = self.cache.tokens
+        most = min(
+            len(held), len(self.ids) - 1, *self.logits[:1].tolist(), *self.hidden[:1].tolist()
+        )
+        differ = np.flatnonzero(held[:most] != self.ids[:most])
+        self.reused = kept = int(differ[0]) if len(differ) else most
+        self.cache.truncate(kept)
+        self.ids = self.ids[kept:]
+        self.logits, self.hidden = (rows - np.int32(kept) for rows in (self.logits, self.hidden))
 
     @property
     def start(self) -> int:
@@ -98,10 +116,18 @@ def wanted_hidden(hidden: Hidden, nt: int) -> Rows:
     return wanted_logits("all" if hidden == "mean" else "last", nt)
 
 
-def check_room(asked: Sequence[Call], kv_dtype: str, context: int) -> None:
-    """Refuses, before anything is computed, caches that cannot take their prompts."""
+def check_room(
+    asked: Sequence[Call], kv_dtype: str, context: int, *, reuse: bool = False
+) -> None:
+    """Refuses, before anything is computed, caches that cannot take their prompts.
+
+    `reuse`: prompts take the place of what the caches hold.
+    """
+    given = [id(call.cache) for call in asked if call.cache is not None]
+    if len(set(given)) < len(given):
+        raise ValueError("cache: two prompts share one")
     for call in asked:
-        cache, start, tokens = call.cache, call.start, len(call.ids)
+        cache, start, tokens = call.cache, 0 if reuse else call.start, len(call.ids)
         if cache is not None:
             if cache.kv_dtype != kv_dtype:
                 raise ValueError(

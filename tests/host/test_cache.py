@@ -341,3 +341,52 @@ def test_a_closed_cache_is_refused_everywhere(load: Load, device: str, kv_dtype:
     ):
         with pytest.raises(ValueError, match="this cache has been closed"):
             use(cache)
+
+
+# Prefixes
+
+
+@pytest.mark.parametrize(
+    ("before", "asked", "logits", "reused"),
+    [
+        ([1, 2, 3], [1, 2, 3, 4, 5], "last", 3),
+        ([1, 2, 3], [1, 2, 9, 4], "last", 2),
+        ([1, 2, 3], [7, 8], "last", 0),
+        ([1, 2, 3], [1, 2, 3], "last", 2),  # a row is run for its logits
+        ([1, 2, 3, 4], [1, 2], "last", 1),
+        ([1, 2, 3], [1, 2, 3], "none", 2),
+        ([], [4, 5], "last", 0),
+        ([1, 2, 3], [1, 2, 3, 4], "all", 0),
+        ([1, 2, 3], [1, 2, 3, 4, 5], [1, 4], 1),
+    ],
+)
+def test_a_beginning_that_is_cached_is_not_run_again(
+    load: Load, before: list[int], asked: list[int], logits: Any, reused: int
+) -> None:
+    engine = load(device="cpu")
+    cache = engine.new_cache(8)
+    if before:
+        engine.prefill(before, cache=cache)
+    result = engine.prefill(asked, cache=cache, reuse=True, logits=logits)
+    assert (result.reused, result.tokens) == (reused, len(asked) - reused)
+    assert cache.tokens.tolist() == asked
+    if logits != "none":
+        whole = engine.prefill(asked, logits=logits).logits
+        np.testing.assert_allclose(result.logits, whole, atol=1e-4)
+
+
+@on_both
+def test_what_cannot_be_reused_is_left_alone(load: Load, device: str) -> None:
+    engine, other = load(device=device), load(device=device)
+    cache, foreign = engine.new_cache(4), other.new_cache(4)
+    for e, c in ((engine, cache), (other, foreign)):
+        e.prefill([1, 2], cache=c)
+    for ids, caches, text in (
+        ([9] * 5, cache, "4 positions"),
+        ([9], foreign, "another model"),
+        ([9], None, "no cache to reuse"),
+        ([[9], [9]], [cache, cache], "two prompts share"),
+    ):
+        with pytest.raises(ValueError, match=text):
+            engine.prefill(ids, cache=caches, reuse=True)
+    assert cache.tokens.tolist() == foreign.tokens.tolist() == [1, 2]
