@@ -85,15 +85,15 @@ def wanted_logits(logits: Any, nt: int) -> Rows:
 
     Raises ValueError.
     """
-    match logits:
-        case "none":
-            return NONE
-        case "last":
-            return np.array([nt - 1], np.int32)
-        case "all":
-            return np.arange(nt, dtype=np.int32)
-        case str():
-            raise ValueError(f"logits={logits!r}: 'none', 'last', 'all' or positions")
+    if isinstance(logits, str):
+        match logits:
+            case "none":
+                return NONE
+            case "last":
+                return np.array([nt - 1], np.int32)
+            case "all":
+                return np.arange(nt, dtype=np.int32)
+        raise ValueError(f"logits={logits!r}: 'none', 'last', 'all' or positions")
     rows = np.asarray(logits)
     if rows.ndim != 1 or rows.dtype.kind not in "iu" or not rows.size:
         raise ValueError(

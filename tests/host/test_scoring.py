@@ -112,6 +112,8 @@ def test_rows_that_are_asked_for(engine: Engine, ids: list[int]) -> None:
     rows = sorted({0, len(ids) // 2, len(ids) - 1})
     np.testing.assert_allclose(engine.prefill(ids, logits=rows).logits, every[rows], atol=1e-5)
     np.testing.assert_allclose(engine.prefill(ids, logits=[-1]).logits, every[-1:], atol=1e-5)
+    again = engine.prefill(ids, logits=np.array(rows)).logits
+    np.testing.assert_array_equal(again, engine.prefill(ids, logits=rows).logits)
 
 
 @pytest.mark.parametrize("ids", PROMPTS)
