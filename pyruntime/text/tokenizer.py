@@ -28,9 +28,9 @@ _BYTE_OF_CHAR = {256 + n: byte for n, byte in enumerate(sorted(set(range(256)) -
 class Tokenizer:
     """Encodes and decodes as the model was trained to. Any number of threads may use one.
 
-    `bos_id`, `eos_id`, `unk_id` are None where the model has none; `adds_eos` tells whether special
-    tokens end a text, too; `eos_ids` are all tokens that end a generation; `chat_template` is the
-    Jinja source for `pyruntime.text.chat.render`.
+    `bos_id`, `eos_id`, `unk_id` are None where the model has none; `adds_bos` and `adds_eos` tell
+    which of them special tokens put around a text; `eos_ids` are all tokens that end a generation;
+    `chat_template` is the Jinja source for `pyruntime.text.chat.render`.
     """
 
     def __init__(self, vocabulary: Vocabulary, chat_template: str | None = None) -> None:
@@ -40,6 +40,7 @@ class Tokenizer:
         self.eos_id = vocabulary.eos_id
         self.unk_id = vocabulary.unk_id
         self.eos_ids = vocabulary.eos_ids
+        self.adds_bos = vocabulary.add_bos
         self.adds_eos = vocabulary.add_eos
         self.chat_template = chat_template
         types = vocabulary.types
@@ -96,12 +97,23 @@ class Tokenizer:
         (sentencepiece kind) is removed again. Raises TokenizerError for an id out of range.
         """
         shown = [id for id in self._checked(ids) if not (skip_special and id in self._special)]
-        pieces = [self._bytes(id) for id in shown]
-        if self._vocabulary.add_space_prefix:
-            first = next((n for n, id in enumerate(shown) if id not in self._verbatim), None)
+        return b"".join(self.pieces(shown)).decode(errors="replace")
+
+    def pieces(
+        self, ids: Sequence[int] | NDArray[np.integer[Any]], *, begins: bool = True
+    ) -> list[bytes]:
+        """The UTF-8 bytes that each of `ids` [tokens] adds to the text, which may cut characters.
+
+        The space that encoding puts in front of text is none of them where the text `begins` with
+        these. Raises TokenizerError for an id out of range.
+        """
+        checked = self._checked(ids)
+        pieces = [self._bytes(id) for id in checked]
+        if begins and self._vocabulary.add_space_prefix:
+            first = next((n for n, id in enumerate(checked) if id not in self._verbatim), None)
             if first is not None:
                 pieces[first] = pieces[first].removeprefix(b" ")
-        return b"".join(pieces).decode(errors="replace")
+        return pieces
 
     def token(self, id: int) -> str:
         """The text of one token; bytes that are part of a character are shown as `\\xe2`."""

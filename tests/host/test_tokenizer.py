@@ -110,6 +110,16 @@ def test_sentencepiece_without_a_space_before_text() -> None:
     assert gemma.decode(ids) == text and gemma.decode(gemma.encode(" x")[1:]) == " x"
 
 
+def test_pieces_add_up_to_the_text() -> None:
+    """Also where it is cut in two: only what begins it loses the space in front."""
+    for name, text in ((SPM, "the 🧙 x"), (QWEN2, "the 🧙 x")):
+        ids = tokenizer(name).encode(text, add_special=False)
+        for at in range(1, len(ids)):
+            head, rest = ids[:at], ids[at:]
+            pieces = tokenizer(name).pieces(head) + tokenizer(name).pieces(rest, begins=False)
+            assert len(pieces) == len(ids) and b"".join(pieces) == text.encode()
+
+
 @cache
 def spm_scores() -> dict[str, float]:
     """The score of every piece that merging may lead to."""
