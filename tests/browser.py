@@ -33,8 +33,11 @@ document.title = JSON.stringify({ figures: document.querySelectorAll("svg").leng
 </script>"""
 
 
-def browse(page: Path, profile: Path, *options: str) -> str:
-    """What chromium prints about a page; skips the test where there is none."""
+def browse(page: Path | str, profile: Path, *options: str) -> str:
+    """What chromium prints about a page, a file or at an address of this machine.
+
+    Skips the test where there is no chromium.
+    """
     chromium = shutil.which("chromium")
     if not chromium:
         pytest.skip("chromium is not installed (.ci/run installs it: apt-get install chromium)")
@@ -43,8 +46,9 @@ def browse(page: Path, profile: Path, *options: str) -> str:
             chromium, "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic",
             "--no-first-run", "--disable-background-networking", "--disable-component-update",
             "--disable-sync", "--disable-dev-shm-usage", "--hide-scrollbars",
-            "--host-resolver-rules=MAP * ~NOTFOUND", f"--user-data-dir={profile}",
-            "--window-size=1000,2600", *options, page.as_uri(),
+            "--host-resolver-rules=MAP * ~NOTFOUND , EXCLUDE 127.0.0.1",
+            f"--user-data-dir={profile}",
+            "--window-size=1000,2600", *options, page if isinstance(page, str) else page.as_uri(),
         ],
         capture_output=True, text=True, timeout=120, check=True,
     )  # fmt: skip

@@ -27,7 +27,7 @@ def add_json(parser: argparse.ArgumentParser) -> None:
 
 
 def add_run(parser: argparse.ArgumentParser) -> None:
-    """MODEL, the prompt and where it runs."""
+    """MODEL, the prompt and how it runs."""
     add_model(parser)
     parser.add_argument("prompt", nargs="?", help="the prompt; '-' or none: standard input")
     parser.add_argument("--file", type=Path, help="read the prompt from this UTF-8 file (one line "
@@ -35,6 +35,12 @@ def add_run(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ids", help="token ids, separated by commas, instead of a text")
     parser.add_argument("--chat", action="store_true", help="apply the model's chat template")
     parser.add_argument("--system", help="system message (with --chat)")
+    add_engine(parser)
+    add_json(parser)
+
+
+def add_engine(parser: argparse.ArgumentParser) -> None:
+    """The options of `Engine.load` that `loaded` passes on."""
     parser.add_argument("--device", default="auto", help="auto (default), cpu, or cuda:N")
     parser.add_argument("--max-tokens", type=int, help="rows of one pass; longer prompts take more")
     parser.add_argument(
@@ -56,7 +62,6 @@ def add_run(parser: argparse.ArgumentParser) -> None:
         help="on a GPU: auto (default), a length of prompt that comes again is replayed as a CUDA "
         "graph; off, kernels are always launched one by one",
     )  # fmt: skip
-    add_json(parser)
 
 
 def read_prompt(args: argparse.Namespace) -> str | list[int]:

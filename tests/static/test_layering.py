@@ -37,8 +37,9 @@ ALLOWED: dict[str, set[str]] = {
         "engine",
         "",
     },
+    "serve": {"errors", "model", "engine", "measure", "commands", "tools"},
     "__main__": {"cli", ""},
-    "cli": {"errors", "commands", "tools", ""},
+    "cli": {"errors", "commands", "tools", "serve", ""},
     "tools": {"errors", "cubin", "gguf", "driver", "hub", "engine", "measure", "commands", ""},
     "": {"errors", "engine", "model"},
 }

@@ -1,0 +1,1 @@
+"""A scoring service over HTTP: `pyruntime serve`. It needs fastapi and uvicorn (extra "serve")."""

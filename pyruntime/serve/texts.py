@@ -1,0 +1,118 @@
+"""Token ids as text, token by token: what a completion's `text`, `tokens` and `text_offset` are."""
+
+from __future__ import annotations
+
+from codecs import getincrementaldecoder
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pyruntime.engine import Engine
+from pyruntime.errors import TokenizerError
+from pyruntime.model.batch import Rows
+
+_Decoder = getincrementaldecoder("utf-8")
+
+
+class Texts:
+    """The vocabulary of an engine. Any number of threads may use one.
+
+    A model without a vocabulary takes no text, and the text of a token is its id after a space.
+
+    Attributes:
+        stop_ids: the tokens that end a completion.
+        adds_bos: whether `encode` begins with a token that stands for none of the text.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self.tokenizer = engine.tokenizer if engine.has_vocabulary else None
+        self.stop_ids = frozenset(self.tokenizer.eos_ids if self.tokenizer else ())
+        self.adds_bos = self.tokenizer is not None and self.tokenizer.adds_bos
+        self._shown: dict[int, str] = {}
+
+    def encode(self, text: str, *, add_special: bool = True) -> Rows:
+        """The ids of `text`, int32 [tokens], as a prompt: BOS where the model has it, never EOS.
+
+        Raises TokenizerError: no vocabulary, or text that UTF-8 cannot express.
+        """
+        if self.tokenizer is None:
+            raise TokenizerError("this model has no vocabulary: give token ids instead of text")
+        ids = self.tokenizer.encode(text, add_special=add_special)
+        return ids[:-1] if add_special and self.tokenizer.adds_eos else ids
+
+    def pieces(
+        self, ids: Sequence[int] | NDArray[np.integer[Any]], *, begins: bool = True
+    ) -> list[bytes]:
+        """What each of `ids` adds to the text: see `Tokenizer.pieces`."""
+        if self.tokenizer is None:
+            return [b" %d" % id for id in ids]
+        # Rows of the embedding beyond the vocabulary stand for nothing.
+        known = np.asarray(ids) < self.tokenizer.vocab_size
+        found = iter(self.tokenizer.pieces(np.asarray(ids)[known], begins=begins))
+        return [next(found) if there else b"" for there in known]
+
+    def token(self, id: int) -> str:
+        """How one token is shown; bytes that are part of a character look like `\\xe2`."""
+        if (shown := self._shown.get(id)) is None:
+            (piece,) = self.pieces([id], begins=False)
+            shown = self._shown[id] = piece.decode(errors="backslashreplace")
+        return shown
+
+
+def joined(pieces: Iterable[bytes]) -> str:
+    """The text of `pieces`, with U+FFFD where it is not UTF-8."""
+    return b"".join(pieces).decode(errors="replace")
+
+
+class Offsets:
+    """Where in the text, in characters, each piece begins that is taken."""
+
+    def __init__(self, start: int) -> None:
+        self._at = start
+        self._decoder = _Decoder("replace")
+
+    def take(self, piece: bytes) -> int:
+        at = self._at
+        self._at += len(self._decoder.decode(piece))
+        return at
+
+
+class Reply:
+    """The text of a completion, piece by piece, up to the first of its stop strings.
+
+    Attributes:
+        text: so far, without characters whose bytes are not all there.
+    """
+
+    def __init__(self, stop: Sequence[str]) -> None:
+        self.text = ""
+        self._stop = stop
+        self._longest = max(map(len, stop), default=0)
+        self._decoder = _Decoder("replace")
+
+    def take(self, piece: bytes) -> bool:
+        """Adds a piece; returns whether a stop string is there, at which the text was cut."""
+        return self._add(self._decoder.decode(piece))
+
+    def end(self) -> None:
+        """No piece follows: the bytes of an unfinished character become U+FFFD."""
+        self._add(self._decoder.decode(b"", final=True))
+
+    def _add(self, more: str) -> bool:
+        start = max(len(self.text) - self._longest + 1, 0)
+        self.text += more
+        found = [at for stop in self._stop if (at := self.text.find(stop, start)) >= 0]
+        if found:
+            self.text = self.text[: min(found)]
+        return bool(found)
+
+    @property
+    def settled(self) -> int:
+        """How many characters no stop string can take back any more."""
+        size = len(self.text)
+        for held in range(min(self._longest - 1, size), 0, -1):
+            if any(stop.startswith(self.text[size - held :]) for stop in self._stop):
+                return size - held
+        return size
