@@ -435,9 +435,7 @@ class Engine:
         self._check_open()
         with self._model.turns.turn(deadline):
             self._check_open()
-            calls.check_room(
-                asked, self._model.kv_dtype, self.config.context_length, reuse=reuse
-            )
+            calls.check_room(asked, self._model.kv_dtype, self.config.context_length, reuse=reuse)
             for call in asked if reuse else ():
                 if call.cache.owner is self._model:  # others are refused with their pass
                     call.reuse()

@@ -116,9 +116,7 @@ def wanted_hidden(hidden: Hidden, nt: int) -> Rows:
     return wanted_logits("all" if hidden == "mean" else "last", nt)
 
 
-def check_room(
-    asked: Sequence[Call], kv_dtype: str, context: int, *, reuse: bool = False
-) -> None:
+def check_room(asked: Sequence[Call], kv_dtype: str, context: int, *, reuse: bool = False) -> None:
     """Refuses, before anything is computed, caches that cannot take their prompts.
 
     `reuse`: prompts take the place of what the caches hold.
