@@ -12,6 +12,7 @@ from typing import IO
 
 import numpy as np
 import pytest
+import work
 from fake_driver import FakeDriver
 from gguf_bytes import ARCH, U8, gguf, pair, tensor
 from goldens import GOLDEN, prompts
@@ -163,13 +164,14 @@ def test_info_is_strict_json() -> None:
 def test_info_of_many_unknown_types_is_quick(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    tensors = tuple(tensor(f"t{i}", [1], 1000 + i, 0) for i in range(8000))
+    tensors = tuple(tensor(f"t{i}", [1], 1000 + i, 0) for i in range(40_000))
     path = tmp_path / "m.gguf"
     path.write_bytes(gguf(ARCH, tensors=tensors, data=32))
     started = time.process_time()
     assert info.main([str(path)]) == 0
-    assert time.process_time() - started < 1
-    assert "type 8999" in capsys.readouterr().out
+    # Usually 0.7 s; a look at every type for every tensor would take more than 30.
+    assert time.process_time() - started < 15
+    assert "type 40999" in capsys.readouterr().out
 
 
 def test_info_of_a_long_key_is_short(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -272,27 +274,47 @@ def test_a_pipe_that_nobody_reads(unbuffered: str) -> None:
     assert done.returncode == 0 and done.stderr == ""
 
 
+COUNT = f"""
+import sys
+sys.path.append({str(Path(work.__file__).parent)!r})
+from work import calls
+
+def act():
+    if sys.argv[1:] == ["import"]:
+        import pyruntime
+    else:
+        from pyruntime.cli import main
+        try:
+            sys.exit(main(sys.argv[1:]))
+        except SystemExit as end:
+            assert end.code == 0
+
+slow = {{"numpy", "cuda.bindings", "gguf", "tokenizers", "jinja2", "matplotlib"}}
+print(calls(act), sorted(slow & sys.modules.keys()))
+"""
+
+
+def count(*arguments: str) -> tuple[int, str, str]:
+    """The calls that an import of the package or a command line makes in a new interpreter, what
+    it imports that takes long, and what it prints."""
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", COUNT, *arguments], capture_output=True, text=True, check=True
+    )
+    printed, _, last = done.stdout.rstrip().rpartition("\n")
+    made, slow = last.split(maxsplit=1)
+    return int(made), slow, printed
+
+
 @pytest.mark.parametrize("command", ["", *COMMANDS])
 def test_help_is_quick(command: str) -> None:
-    def seconds() -> float:
-        started = time.perf_counter()
-        done = run(*([command] if command else []), "--help")
-        assert done.returncode == 0 and "usage" in done.stdout
-        return time.perf_counter() - started
-
-    assert min(seconds() for _ in range(5)) < 0.15
+    """Half of this, which `audit` takes, is 0.1 s; an import of NumPy is as much again."""
+    made, slow, printed = count(*([command] if command else []), "--help")
+    assert "usage" in printed and slow == "[]" and made < 150_000
 
 
 def test_import_is_quick_and_touches_no_driver() -> None:
-    code = (
-        "import sys, time; t = time.perf_counter(); import pyruntime; "
-        "print(time.perf_counter() - t, 'cuda.bindings' in sys.modules)"
-    )
-    done = subprocess.run(
-        [sys.executable, "-P", "-c", code], capture_output=True, text=True, check=True
-    )
-    seconds, driver = done.stdout.split()
-    assert float(seconds) < 0.2 and driver == "False"
+    made, slow, _ = count("import")
+    assert slow == "[]" and made < 20_000
 
 
 def test_version() -> None:
