@@ -206,7 +206,8 @@ def refusal(path: Path) -> str:
     started = time.process_time()
     with pytest.raises(GGUFError) as caught:
         GGUFFile.open(path)
-    assert time.process_time() - started < 0.1
+    # At once: 10**8 strings, which some files claim, would take more than 5 s to walk over.
+    assert time.process_time() - started < 3
     message = str(caught.value)
     assert message.startswith(str(path)[:100]) and len(message) < 4000 and message.isprintable()
     tracemalloc.start()
