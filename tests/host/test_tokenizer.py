@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import time
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
@@ -15,6 +14,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
+from work import calls
 
 from pyruntime import hub
 from pyruntime.errors import TokenizerError
@@ -320,13 +320,12 @@ def test_empty_pieces_get_a_name() -> None:
     )
 
 
-def test_152k_tokens_load_in_half_a_second() -> None:
-    def seconds() -> float:
-        start = time.process_time()
-        Tokenizer.from_metadata(metadata(QWEN2))
-        return time.process_time() - start
-
-    assert min(seconds() for _ in range(3)) < 0.5
+def test_152k_tokens_load_with_little_python() -> None:
+    """Three calls for each of 303,000 strings, 0.4 s on a usual machine."""
+    found = metadata(QWEN2)
+    strings = sum(len(found[f"tokenizer.ggml.{name}"]) for name in ("tokens", "merges"))
+    assert strings > 300_000
+    assert calls(lambda: Tokenizer.from_metadata(found)) < 3.5 * strings
 
 
 def test_imports_are_late() -> None:
