@@ -6,10 +6,10 @@ import json
 import shutil
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
+from work import calls
 
 from pyruntime.cli import main
 from pyruntime.cubin.installed import manifest, root
@@ -87,24 +87,26 @@ def test_the_installed_cubins_on_every_architecture(capsys: pytest.CaptureFixtur
         assert spec["param_bytes"] == sum(p["size"] for p in kernel["params"])
 
 
-def test_five_hundred_kernels_take_under_two_seconds_and_import_no_cuda(tmp_path: Path) -> None:
+def test_many_files_take_no_more_each_than_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = DATA / "nvcc-13.0-sm_90a.cubin"
     for i in range(56):  # 9 kernels each
-        shutil.copy(DATA / "nvcc-13.0-sm_90a.cubin", tmp_path / f"{i:02}.cubin")
+        shutil.copy(file, tmp_path / f"{i:02}.cubin")
+    main(["inspect", str(file)])  # imports what it needs
+    one, many = (calls(lambda x=x: main(["inspect", str(x)])) for x in (file, tmp_path))
+    assert capsys.readouterr().out.count("tile_t128") == 58
+    assert many < 56 * one < 56 * 10_000
+
+
+def test_no_numpy_or_cuda_is_imported() -> None:
     code = (
-        "import sys, time; from pyruntime.cli import main; code = main(sys.argv[1:]);"
-        "print(time.process_time(), code, 'numpy' in sys.modules,"
-        " any(m.split('.')[0] == 'cuda' for m in sys.modules))"
+        "import sys; from pyruntime.cli import main; assert main(sys.argv[1:]) == 0;"
+        "print({m.split('.')[0] for m in sys.modules} & {'numpy', 'cuda'})"
     )
-    start = time.monotonic()
-    done = subprocess.run(
-        [sys.executable, "-P", "-c", code, "inspect", tmp_path],
-        capture_output=True, text=True, check=True,
-    )  # fmt: skip
-    elapsed = time.monotonic() - start
-    assert done.stdout.count("tile_t128") == 56
-    seconds, *rest = done.stdout.splitlines()[-1].split()
-    assert rest == ["0", "False", "False"]
-    assert float(seconds) < 2, f"{seconds} s of processor time, {elapsed:.1f} s in all"
+    command = [sys.executable, "-P", "-c", code, "inspect", DATA / "nvcc-13.0-sm_90a.cubin"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "set()"
 
 
 def test_a_pattern_that_matches_nothing_is_said(capsys: pytest.CaptureFixture[str]) -> None:
