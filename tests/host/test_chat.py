@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import time
+import tracemalloc
 
 import pytest
 
@@ -156,7 +156,7 @@ DOUBLE = "{% set n = namespace(s='ab') %}{% for i in range(99) %}"
         DOUBLE + "{% set n.s = n.s | replace('a', 'aaaa') %}{% endfor %}",
         DOUBLE + "{% set n.s = n.s.replace('a', 'aaaa') %}{% endfor %}",
         DOUBLE + "{% set n.s = n.s.join(['a'] * 999) %}{% endfor %}",
-        DOUBLE + "{% set n.s = ['a'] * 999 | join(n.s) %}{% endfor %}",
+        DOUBLE + "{% set n.s = (['a'] * 999) | join(n.s) %}{% endfor %}",
         DOUBLE + "{% set x %}{{ n.s }}{{ n.s }}{% endset %}{% set n.s = x %}{% endfor %}",
         "{% set n = namespace(x=3) %}{% for i in range(99) %}{% set n.x = n.x * n.x %}{% endfor %}",
         "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
@@ -166,10 +166,13 @@ DOUBLE = "{% set n = namespace(s='ab') %}{% for i in range(99) %}"
     ],
 )  # fmt: skip
 def test_hostile_templates_are_refused(template: str) -> None:
-    start = time.perf_counter()
-    with pytest.raises(TokenizerError, match="chat template: "):
+    """Before they have built what they ask for, and so before their time is over."""
+    tracemalloc.start()
+    with pytest.raises(TokenizerError, match=r"chat template: (?!rendering takes longer)"):
         run(template)
-    assert time.perf_counter() - start < 2
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 100e6
 
 
 @pytest.mark.parametrize(
