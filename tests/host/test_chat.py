@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import tracemalloc
 
 import pytest
@@ -187,6 +188,13 @@ def test_endless_templates_are_stopped(template: str, monkeypatch: pytest.Monkey
     monkeypatch.setattr(sandbox, "MAX_SECONDS", 0.05)
     with pytest.raises(TokenizerError, match=r"longer than 0\.05 s"):
         run(template)
+
+
+def test_waiting_is_not_rendering(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As when other programs have the processor."""
+    monkeypatch.setattr(sandbox, "MAX_SECONDS", 1.0)
+    monkeypatch.setattr(sandbox, "_strftime_now", lambda format: time.sleep(1.1) or "now")
+    assert run("{{ strftime_now('%Y') }}{{ 'x' | upper }}") == "nowX"
 
 
 @pytest.mark.parametrize(
