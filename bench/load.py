@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from itertools import product
 from pathlib import Path
-from threading import Lock
+from threading import RLock
 from typing import Any
 from unittest.mock import patch
 
@@ -67,7 +67,7 @@ Spent = dict[str, tuple[int, float]]  # label: calls, seconds of all threads tog
 def stopwatch() -> Iterator[Spent]:
     """Counts and times what STEPS and PARTS name, in a `with` block."""
     spent: Spent = defaultdict(lambda: (0, 0.0))
-    lock = Lock()
+    lock = RLock()  # a finalizer may come in the middle, and calls the driver
 
     def timed(label: str, call: Callable[..., Any]) -> Callable[..., Any]:
         def run(*args: Any, **options: Any) -> Any:

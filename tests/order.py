@@ -75,7 +75,7 @@ class Order:
         self._events: dict[Hashable, int] = {}
         self._replays = count()
         self._driver = driver
-        self._lock = threading.Lock()  # threads load weights
+        self._lock = threading.RLock()  # threads load weights, finalizers come in the middle
         made = Launch.__init__
 
         def note(launch: Launch, kernel: Any, grid: Any, params: dict[str, Any], role: str) -> None:
