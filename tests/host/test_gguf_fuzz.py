@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from work import calls
 
 from pyruntime.errors import GGUFError
 from pyruntime.gguf import GGUFFile, StringArray
@@ -47,6 +48,22 @@ def victim(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("fuzz") / "victim.gguf"
 
 
+def read(path: Path) -> None:
+    """Reads all there is, or is refused as it should be."""
+    try:
+        with GGUFFile.open(path) as file:
+            for value in file.metadata.values():
+                if isinstance(value, StringArray):
+                    list(value)
+            for tensor in file.tensors.values():
+                if tensor.type is not None:
+                    assert file.read(tensor.name).size == tensor.nbytes
+    except GGUFError as error:
+        assert str(error).startswith(f"{path}: ")
+        assert len(str(error)) < 4000
+        assert str(error).isprintable()
+
+
 # An edit replaces `count` bytes at `place` (in parts of the file) by others: made-up ones,
 # a number near a power of two, or a piece of the file.
 PLACE = st.floats(0, 1)
@@ -64,7 +81,7 @@ EDITS = st.lists(
 )
 
 
-@settings(max_examples=500, deadline=1000)
+@settings(max_examples=500, deadline=None, derandomize=True)
 @given(edits=EDITS)
 def test_edited_header(
     seed: bytes, victim: Path, edits: list[tuple[float, int, bytes | tuple[float, int]]]
@@ -77,18 +94,7 @@ def test_edited_header(
         at = int(place * len(content))
         content = content[:at] + new + content[at + count :]
     victim.write_bytes(content)
-    try:
-        with GGUFFile.open(victim) as file:
-            for value in file.metadata.values():
-                if isinstance(value, StringArray):
-                    list(value)
-            for tensor in file.tensors.values():
-                if tensor.type is not None:
-                    assert file.read(tensor.name).size == tensor.nbytes
-    except GGUFError as error:
-        assert str(error).startswith(f"{victim}: ")
-        assert len(str(error)) < 4000
-        assert str(error).isprintable()
+    assert calls(lambda: read(victim)) < 5000  # the seed takes 1,500
 
 
 def test_seed_is_valid(seed: bytes, victim: Path) -> None:
