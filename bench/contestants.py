@@ -5,10 +5,12 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
 import torch
+from regimes import OURS, willing
 from stopwatch import Contestant, Gpu, Graph, Stopwatch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
@@ -27,14 +29,17 @@ TOLERANCE = 2e-3  # of a whole product in fp16, in relative norm
 LIKE = "f16"  # the epilogue that does what cuBLAS does
 
 
-def products(gpu: Gpu, product: Mapping[str, Any], m: int, mma: bool) -> dict[str, Contestant]:
+def products(
+    gpu: Gpu, product: Mapping[str, Any], m: int, mma: bool, skipped: dict[str, str]
+) -> dict[str, Contestant]:
     """C [m, n] = A Wᵀ by name: "ours", "cublas", and "fused", ours with what a model needs done.
 
     Args:
         mma: "mma" takes part, too: the row of the mma.sync engine that would be chosen.
+        skipped: see `regimes.willing`.
 
     Raises:
-        ArithmeticError: ours is not what cuBLAS computes.
+        ArithmeticError: ours is not what cuBLAS computes. What either of these two raises.
     """
     n, k, epilogue = product["n"], product["k"], product["epilogue"]
     copies = -(-ROTATED // (2 * n * k))
@@ -85,10 +90,10 @@ def products(gpu: Gpu, product: Mapping[str, Any], m: int, mma: bool) -> dict[st
     apart = float((like.enqueue(1).float() - cublas(1).float()).norm() / out.float().norm())
     if not apart < TOLERANCE:
         raise ArithmeticError(f"{like.note} and cuBLAS are {apart:.2g} apart in relative norm")
-    found = {"ours": like, "cublas": Contestant(cublas, "torch.mm"), "fused": ours(epilogue)}
+    more = {"fused": partial(ours, epilogue)}
     if mma:
-        found["mma"] = ours(LIKE, "mma")
-    return found
+        more["mma"] = partial(ours, LIKE, "mma")
+    return {OURS: like, "cublas": Contestant(cublas, "torch.mm"), **willing(more, skipped)}
 
 
 class Prefill(Protocol):

@@ -36,6 +36,7 @@ from peers_cases import (
     table,
 )
 from pyruntime.tools.arms import require_gpu
+from regimes import told
 
 from pyruntime.errors import DriverNotFoundError, InputError
 from pyruntime.measure.records import identity, load_record, save_record
@@ -67,7 +68,7 @@ def measure(args: argparse.Namespace, chosen: list[Case]) -> dict[str, Any]:
             record["cases"][case.name] = figure = build()
             record["kernels"] |= {name: code[name] for name in figure["kernels"]}
         except Exception as error:  # the other cases' figures must not be lost
-            record["failed"][case.name] = f"{type(error).__name__}: {error}"
+            record["failed"][case.name] = told(error)
         torch.cuda.empty_cache()
         now = time.perf_counter()
         print(f"{now - started:6.1f} s (+{now - begun:4.1f})  {case.name}", flush=True)
@@ -86,14 +87,14 @@ def measure(args: argparse.Namespace, chosen: list[Case]) -> dict[str, Any]:
                     field = Field(gpu, watch, some, path, args.transformers)
                     stack.callback(field.close)
                 except Exception as error:
-                    told = f"{type(error).__name__}: {error}"
-                    record["failed"] |= {case.name: told for case in some}
+                    record["failed"] |= {case.name: told(error) for case in some}
                     continue
                 for case in some:
                     keep(case, partial(field.prefill, case))
                 if args.llama_bench and name == MODEL:
                     tokens = [case.tokens for case in some]
                     record["llama_bench"] = llama_bench(args.llama_bench, path, tokens)
+                    save_record(args.save, KIND, record)
         watch.close()
     record["seconds"] = time.perf_counter() - started
     record["clocks"] = telemetry.record()
@@ -134,21 +135,29 @@ def versions(*packages: str) -> dict[str, str | None]:
 
 
 def llama_bench(program: Path, model: Path, tokens: list[int]) -> dict[str, Any]:
-    """llama-bench's own report for the same file and prompt lengths."""
+    """llama-bench's own report for the same file and prompt lengths, or why it "failed"."""
     prompts = ",".join(map(str, tokens))
     command = [program, "-m", model, "-p", prompts, "-n", "0", "-fa", "1", "-o", "json"]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    rows = json.loads(done.stdout)
-    return {str(row["n_prompt"]): row["samples_ns"] for row in rows} | {"report": rows}
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode:
+            last = done.stderr.strip().rpartition("\n")[2]
+            return {"failed": f"{program}: exit code {done.returncode}; {last}"}
+        rows = json.loads(done.stdout)
+        return {str(row["n_prompt"]): row["samples_ns"] for row in rows} | {"report": rows}
+    except (OSError, ValueError, LookupError, TypeError) as error:  # none, or another report
+        return {"failed": f"{program}: {told(error)}"}
 
 
 def report(record: Mapping[str, Any]) -> None:
     """The tables, and what llama-bench has found."""
     print("\n".join(table(record)))
-    for nt, nanoseconds in record["llama_bench"].items():
-        if nt != "report":
-            rate = 1e9 * int(nt) / statistics.median(nanoseconds)
-            print(f"llama-bench {nt:>7} tokens: {rate:,.0f} tok/s")
+    for key, found in record["llama_bench"].items():
+        if key == "failed":
+            print(f"llama-bench: {found}")
+        elif key != "report":
+            rate = 1e9 * int(key) / statistics.median(found)
+            print(f"llama-bench {key:>7} tokens: {rate:,.0f} tok/s")
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -155,21 +155,100 @@ def test_a_run(peers: Any, tmp_path: Path, capsys: Any) -> None:
     assert "prefill tiny 100" in capsys.readouterr().out
 
 
-def test_a_failure_loses_nothing_else(
+def refuse(*arguments: Any, **more: Any) -> Any:
+    raise RuntimeError("not here\nnor there")
+
+
+REFUSED = "RuntimeError: not here"
+
+
+def measured(peers: Any, tmp_path: Path, *options: str) -> dict[str, Any]:
+    """The record of a run."""
+    path = tmp_path / "peers.json"
+    peers.main(["--save", str(path), *options])
+    return load_record(path, "peers")
+
+
+def test_a_failed_case_loses_no_other(
+    peers: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    contestants = importlib.import_module("contestants")
+    monkeypatch.setattr(contestants, "TOLERANCE", -1.0)
+    found = measured(peers, tmp_path)
+    assert len(found["failed"]) == 4 and "ArithmeticError" in found["failed"]["gemm o 64"]
+    assert list(found["cases"]) == ["prefill tiny 1", "prefill tiny 100"]
+
+
+def test_a_contestant_that_fails_is_named_and_loses_no_other(
     peers: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: Any
 ) -> None:
-    path = tmp_path / "peers.json"
-
-    def refuse(*arguments: Any, **more: Any) -> None:
-        raise RuntimeError("no attention\nhere")
-
+    """Whether when it is built, for some length, or in the middle of being timed."""
     contestants = importlib.import_module("contestants")
     monkeypatch.setattr(contestants, "scaled_dot_product_attention", refuse)
     monkeypatch.setitem(PRODUCT, "epilogue", "sine")
-    assert peers.main(["--save", str(path)]) == 1
-    found = load_record(path, "peers")
-    assert set(found["failed"]) == {"gemm o 64", "gemm o 4096"}
-    prefill = found["cases"]["prefill tiny 100"]
-    assert prefill["skipped"] == {"libraries": "RuntimeError: no attention"}
-    assert set(prefill["ms"]["burst"]) == {"ours"}
-    assert "libraries: RuntimeError: no attention" in capsys.readouterr().out
+    contest = importlib.import_module("peers_contest")
+
+    class Tires:
+        readings = 0
+
+        def reading(self, ms: float, lead: float = 0.0) -> tuple[float, float, float]:
+            self.readings += 1
+            return (1.0, 1.0, 1500.0) if self.readings < 5 else refuse()
+
+    def transformers(*_: Any) -> Any:
+        return lambda nt: Tires() if nt > 1 else refuse()
+
+    monkeypatch.setattr(contest, "transformers_prefill", transformers)
+    found = measured(peers, tmp_path, "--transformers")
+    assert found["failed"] == {} and len(found["cases"]) == 6
+    for nt in (1, 100):
+        prefill = found["cases"][f"prefill tiny {nt}"]
+        assert prefill["skipped"] == {"libraries": REFUSED, "transformers": REFUSED}
+        assert {who for raw in prefill["ms"].values() for who in raw} == {"ours"}
+    product = found["cases"]["gemm o 4096"]
+    assert product["skipped"].keys() == {"fused"}
+    assert set(product["ms"]["burst"]) == {"ours", "cublas", "mma"}
+    out = capsys.readouterr().out
+    assert f"libraries: {REFUSED}" in out and f"transformers: {REFUSED}" in out
+    assert "fused: CubinError" in out
+
+    monkeypatch.setattr(contest, "transformers_prefill", refuse)
+    found = measured(peers, tmp_path, "--transformers", "--cases", "prefill")
+    assert found["cases"]["prefill tiny 1"]["skipped"]["transformers"] == REFUSED
+
+
+@pytest.mark.parametrize(
+    ("script", "told"),
+    [
+        ("echo loading >&2; echo no such model >&2; exit 3", "exit code 3; no such model"),
+        ("echo nonsense", "JSONDecodeError: "),
+        ("echo '[{}]'", "KeyError: 'n_prompt'"),
+        (None, "FileNotFoundError: "),
+    ],
+)
+def test_a_llama_bench_that_fails_loses_nothing(
+    peers: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: Any, script: str | None,
+    told: str,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(peers, "MODEL", "tiny")
+    program = tmp_path / "llama-bench"
+    if script:
+        program.write_text(f"#!/bin/sh\n{script}\n")
+        program.chmod(0o755)
+    options = ["--llama-bench", str(program), "--cases", "prefill"]
+    found = measured(peers, tmp_path, *options)
+    assert found["llama_bench"]["failed"].startswith(f"{program}: {told}")
+    assert len(found["cases"]) == 2 and "seconds" in found
+    assert f"llama-bench: {program}: {told}" in capsys.readouterr().out
+
+
+def test_what_llama_bench_found_is_shown(
+    peers: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: Any
+) -> None:
+    monkeypatch.setattr(peers, "MODEL", "tiny")
+    program = tmp_path / "llama-bench"
+    program.write_text("""#!/bin/sh\necho '[{"n_prompt": 100, "samples_ns": [2000000]}]'\n""")
+    program.chmod(0o755)
+    found = measured(peers, tmp_path, "--llama-bench", str(program), "--cases", "prefill")
+    assert found["llama_bench"]["100"] == [2000000]
+    assert "llama-bench     100 tokens: 50,000 tok/s" in capsys.readouterr().out
