@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import ctypes
 import struct
+from collections.abc import Callable, Hashable
 from contextlib import suppress
-from functools import cached_property
-from typing import Any
+from functools import cached_property, wraps
+from typing import Any, TypeVar, TypeVarTuple
 
 from pyruntime.cubin.installed import cubins_for, manifest
 from pyruntime.cubin.spec import LETTERS, KernelSpec, Param, read_specs
@@ -15,6 +16,10 @@ from pyruntime.driver.device import Device, driver_version
 from pyruntime.errors import CubinError, CudaError, DriverNotFoundError
 
 _BLOCK_ALIGNMENT = 64  # a CUtensorMap inside the parameter struct
+_MOST_KEPT = 256  # answers of a function
+
+T = TypeVar("T")
+Key = TypeVarTuple("Key")
 
 
 class Kernel:
@@ -105,6 +110,7 @@ class Library:
 
     Attributes:
         refused: kernels whose row asks for more than this device has, with the reason.
+        answers: what functions that are `kept` have said of it, by function and arguments.
 
     Raises:
         ArchMismatchError, CubinError: see `cubins_for`; CudaError: the driver refused a cubin.
@@ -113,6 +119,7 @@ class Library:
     def __init__(self, device: Device) -> None:
         self.device = device
         self.refused: dict[str, str] = {}
+        self.answers: dict[Callable[..., Any], dict[Hashable, Any]] = {}
         self._kernels: dict[str, Kernel] = {}
         self._families: dict[str, list[Kernel]] = {}
         self._modules = []
@@ -211,9 +218,28 @@ class Library:
         modules, self._modules = self._modules, []
         self._kernels.clear()
         self._families.clear()
+        self.answers.clear()
         with self.device.current():
             for module in modules:
                 api.call("cuModuleUnload", module)
+
+
+def kept(function: Callable[[Library, *Key], T]) -> Callable[[Library, *Key], T]:
+    """Keeps what `function` gives for a library and hashable arguments until the library closes."""
+
+    @wraps(function)
+    def recall(library: Library, *key: *Key) -> T:
+        answers = library.answers.setdefault(function, {})
+        try:
+            found: T = answers[key]
+        except KeyError:
+            found = function(library, *key)
+            if len(answers) >= _MOST_KEPT:
+                answers.clear()
+            answers[key] = found
+        return found
+
+    return recall
 
 
 def check_driver() -> None:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import functools
-
 from pyruntime.driver.device import Device
-from pyruntime.driver.library import Kernel, Library
+from pyruntime.driver.library import Kernel, Library, kept
 from pyruntime.driver.memory import DeviceArray
 from pyruntime.driver.program import Program
 from pyruntime.driver.tensormap import TensorMap, tensor_map
@@ -75,7 +73,7 @@ def gemm(
     )
 
 
-@functools.lru_cache(maxsize=256)  # all layers of a model ask the same
+@kept  # all layers of a model ask the same
 def choice(library: Library, epilogue: str, m: int, n: int, k: int) -> Kernel:
     """The row of the table for `epilogue` of an [m, n] product over k; see `choose`."""
     found = [x for x in library.family("gemm") if x.spec.tile["epilogue"] == epilogue]

@@ -7,13 +7,12 @@ in the model's own order all the same. `alike` says how the columns lie, 0: as i
 
 from __future__ import annotations
 
-import functools
 import math
 
 import numpy as np
 from numpy.typing import NDArray
 
-from pyruntime.driver.library import Kernel, Library
+from pyruntime.driver.library import Kernel, Library, kept
 from pyruntime.driver.memory import DeviceArray
 from pyruntime.driver.program import Program
 from pyruntime.ops.gemm import ALIGNMENT, blocks, choice, gemm, operands
@@ -63,7 +62,7 @@ def paired_rows(
     return np.asarray(head * head_dim + place, np.int32)
 
 
-@functools.lru_cache(maxsize=256)  # all layers of a model ask the same
+@kept  # all layers of a model ask the same
 def rotating(library: Library, m: int, n: int, k: int) -> Kernel | None:
     """The row of the table that makes [m, n] of q, k, v from k inputs in one launch.
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
+import gc
 import struct
+import weakref
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -16,11 +18,13 @@ from fake_driver import FakeDriver
 from pyruntime.cubin.spec import KernelSpec, Param
 from pyruntime.driver import api
 from pyruntime.driver.device import Device, _Current
-from pyruntime.driver.library import Kernel
+from pyruntime.driver.library import Kernel, Library, kept
 from pyruntime.driver.memory import DeviceArray
 from pyruntime.driver.program import Program
 from pyruntime.driver.stream import Stream
-from pyruntime.errors import CudaError, OutOfMemoryError
+from pyruntime.errors import CubinError, CudaError, OutOfMemoryError
+from pyruntime.ops.gemm import choice
+from pyruntime.ops.qkv import rotating
 
 SPEC = KernelSpec(
     name="demo_x",
@@ -307,3 +311,38 @@ def test_sections_of_a_program_are_what_lies_between_cuts() -> None:
     assert [section.launches for section in program.sections] == [first, second, third]
     (whole,) = Program(program.launches).sections
     assert whole.launches == program.launches
+
+
+def test_what_a_library_was_asked_goes_with_it(driver: FakeDriver) -> None:
+    device = Device(0)
+    library = Library(device)
+    row = choice(library, "f32", 64, 256, 512)
+    assert choice(library, "f32", 64, 256, 512) is row
+    rotating(library, 64, 256, 512)
+    library.close()
+    with pytest.raises(CubinError, match="no kernel of family gemm"):
+        choice(library, "f32", 64, 256, 512)
+    gone = weakref.ref(library)
+    del library
+    gc.collect()
+    assert gone() is None
+    device.close()
+
+
+def test_answers_are_kept_and_not_without_end(driver: FakeDriver) -> None:
+    device, asked = Device(0), list[int]()
+    library, other = Library(device), Library(device)
+
+    @kept
+    def answer(library: Library, number: int) -> int | None:
+        asked.append(number)
+        return number or None
+
+    for _ in range(2):
+        assert [answer(library, n) for n in (0, 1)] == [None, 1]
+    assert asked == [0, 1] and answer(other, 1) == 1 and asked == [0, 1, 1]
+    for n in range(1000):
+        answer(library, n)
+    assert len(asked) == 1001 and len(library.answers[answer.__wrapped__]) <= 256
+    for thing in (library, other, device):
+        thing.close()
