@@ -27,7 +27,6 @@ from pyruntime.model.pipeline import SLOTS, Pass, Pipeline, Step
 from pyruntime.model.weights import Placement, Source, Weights, layer_placements
 from pyruntime.ops.dequant import dequantize
 from pyruntime.ops.gemm import choice, gemm
-from pyruntime.ops.qkv import paired_rows
 
 if TYPE_CHECKING:
     from pyruntime.gguf import GGUFFile, TensorInfo
@@ -89,10 +88,8 @@ class StreamedWeights:
         self._resources = ExitStack()
         own = self._resources.enter_context
         try:
-            packed = own(closing(Weights(file, config, library, progress, mode="per-layer")))
+            packed = own(closing(Weights(file, config, library, progress, alike, "per-layer")))
             self.embedding_type, self.outer = packed.embedding_type, packed.outer
-            if alike:
-                self._pair(packed.layers)
             size, nbytes = _slot_bytes(config, max_tokens), scratch_bytes(config, max_tokens)
             scratch = own(closing(DeviceArray(library.device, (nbytes,), np.uint8, what="slots")))
             self._slots = [scratch.view(slot * size, (size,), np.uint8) for slot in range(SLOTS)]
@@ -143,18 +140,6 @@ class StreamedWeights:
         """
         steps = self._head(normed, wanted, logits, kept, ready)
         return Pass(Program(), after, steps, self.pipeline)
-
-    def _pair(self, layers: list[dict[str, DeviceArray]]) -> None:
-        """Moves the packed rows of q, k and v to the paired order: each stays in its tensor."""
-        c = self._config
-        index = paired_rows(
-            heads=c.heads, kv_heads=c.kv_heads, head_dim=c.head_dim,
-            interleaved=c.rope.style == "interleaved", alike=self.alike,
-        )  # fmt: skip
-        for layer, arrays in enumerate(layers):
-            for source in layer_placements(c, layer)["qkv"].sources:
-                array, first = arrays[source.tensor], source.row0
-                array.upload(np.asarray(array)[index[first : first + array.shape[0]] - first])
 
     def _fill(self, file: GGUFFile, layer: int) -> Program:
         """Dequantizes the matrices of a layer into its slot."""

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
+from numpy.typing import NDArray
 
 from pyruntime.driver.device import Device
 from pyruntime.driver.library import Library
@@ -172,24 +173,35 @@ class Weights:
         self.outer, self.layers = groups[0], groups[1:]
         try:
             load_matrices(file, _parts(file, library.device, placed, groups), library, progress)
-            if alike and mode == "fp16":
-                self._pair(config, library)
+            if alike:
+                self._pair(config, library, mode)
         except BaseException:
             with suppress(CudaError):  # the first failure is the one to report
                 self.close()
             raise
 
-    def _pair(self, c: ModelConfig, library: Library) -> None:
-        """Moves the rows of q/k/v from the file's order to the paired one.
-
-        Each layer's go to where those of the layer before were; the first needs room of its own,
-        which the last leaves behind.
-        """
-        device = library.device
+    def _pair(self, c: ModelConfig, library: Library, mode: str) -> None:
+        """Moves the rows of q/k/v from the file's order to the paired one."""
         index = paired_rows(
             heads=c.heads, kv_heads=c.kv_heads, head_dim=c.head_dim,
             interleaved=c.rope.style == "interleaved", alike=self.alike,
         )  # fmt: skip
+        if mode == "per-layer":
+            self._pair_packed(c, index)
+        else:
+            self._pair_fused(c, library, index)
+
+    def _pair_packed(self, c: ModelConfig, index: NDArray[np.int32]) -> None:
+        """Each row stays in its tensor."""
+        for layer, arrays in enumerate(self.layers):
+            for source in layer_placements(c, layer)["qkv"].sources:
+                array, first = arrays[source.tensor], source.row0
+                array.upload(np.asarray(array)[index[first : first + array.shape[0]] - first])
+
+    def _pair_fused(self, c: ModelConfig, library: Library, index: NDArray[np.int32]) -> None:
+        """Each layer's rows go to where those of the layer before were; the first needs room of its
+        own, which the last leaves behind."""
+        device = library.device
         count = np.array([len(index)], np.int32)
         spare = DeviceArray(device, (len(index), c.hidden), np.float16, what="room to pair q, k, v")
         try:

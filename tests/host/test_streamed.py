@@ -20,10 +20,16 @@ from numpy.typing import NDArray
 from order import Operation, Order, span
 
 from pyruntime import Engine
+from pyruntime.driver.device import Device
+from pyruntime.driver.library import Library
 from pyruntime.driver.program import Launch
 from pyruntime.driver.stream import Stream
 from pyruntime.errors import EngineError, NumericalError
+from pyruntime.gguf import GGUFFile
 from pyruntime.measure.launches import describe
+from pyruntime.model.config import ModelConfig
+from pyruntime.model.weights import Weights
+from pyruntime.ops.qkv import paired_rows
 
 Load = Callable[..., Engine]
 MODELS = ("llama-q8_0", "qwen2-q4_k_m", "qwen3-q6_k", "gemma2-q4_0", "mistral-q8_0")
@@ -176,6 +182,31 @@ def test_a_weight_beyond_fp16_is_named(
     Arithmetic(order)
     with pytest.raises(NumericalError, match=rf"m\.gguf: tensor '{name}' holds a weight beyond"):
         load(model=path, weights=weights)
+    assert driver.held() == {}
+
+
+def test_packed_rows_are_paired_as_asked(driver: FakeDriver) -> None:
+    with GGUFFile.open(GOLDEN / "tiny-llama-q4_k_m.gguf") as file:
+        c, device = ModelConfig.from_gguf(file), Device(0)
+        library = Library(device)
+        plain, paired = (
+            Weights(file, c, library, lambda _: None, alike, "per-layer") for alike in (0, 2)
+        )
+    index = paired_rows(
+        heads=c.heads, kv_heads=c.kv_heads, head_dim=c.head_dim,
+        interleaved=c.rope.style == "interleaved", alike=2,
+    )  # fmt: skip
+    for layer, (before, after) in enumerate(zip(plain.layers, paired.layers, strict=True)):
+        names = [f"blk.{layer}.attn_{part}.weight" for part in "qkv"]
+        fused = [
+            [row.tobytes() for name in names for row in np.asarray(side[name])]
+            for side in (before, after)
+        ]
+        assert fused[1] == [fused[0][i] for i in index] != fused[0]
+        others = before.keys() - set(names)
+        assert all(np.array_equal(np.asarray(before[x]), np.asarray(after[x])) for x in others)
+    for thing in (plain, paired, library, device):
+        thing.close()
     assert driver.held() == {}
 
 
