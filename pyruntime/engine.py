@@ -153,11 +153,11 @@ class Engine:
                 each position, in about half the memory and of less accuracy (docs/kv-cache.md).
             graphs: "auto" captures a pass into a CUDA graph when its length is met for the second
                 time, and replays it from then on: less work for the host, which short prompts wait
-                for; "off" does not. The same bits. `stats` tells how passes were run. NumPy ignores
-                this and `overlap`.
+                for; "off" does not (GPU only). The same bits. `stats` tells how passes were run.
             exact: "fast"; other values are refused until they exist.
             overlap: "auto" lets a kernel start under the tail of the one before where the GPU can
-                (sm_90 and newer); "off" does not, for measuring and debugging. The same bits.
+                (sm_90 and newer); "off" does not (GPU only), for measuring and debugging. The same
+                bits.
             max_tokens: rows of one pass; longer prompts take several. Default 4096, or the model's
                 context length if that is shorter. With weights "per-layer" it is 8192 at most.
             kv_tokens: the longest prompt without a cache of its own. By default the internal cache
@@ -188,6 +188,8 @@ class Engine:
                     raise ValueError("memory_budget and stream are for a GPU; this is the CPU")
                 if weights != "auto":
                     raise ValueError(f"weights={weights!r} is for a GPU: NumPy works in float32")
+                if "off" in (graphs, overlap):
+                    raise ValueError("graphs and overlap are for a GPU: NumPy has neither")
                 if attention == "invariant":
                     raise ValueError(
                         "attention='invariant': NumPy does not promise it: its sums may round "

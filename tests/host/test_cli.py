@@ -84,6 +84,7 @@ def test_an_e4m3_cache(command: str) -> None:
         (("prefill", MODEL, "--ids", "300", "--device", "cpu"), 2, "token id 300"),
         (("prefill", MODEL, "hello", "--device", "cpu"), 2, "no_vocab"),
         (("generate", MODEL, "--ids", "1", "--device", "cpu", "--attention", "r48"), 2, "'r48'"),
+        (("prefill", MODEL, "--ids", "1", "--device", "cpu", "--graphs", "off"), 2, "for a GPU"),
         (
             ("prefill", MODEL, "--ids", "1", "--device", "cpu", "--kv-dtype", "int4"),
             2,

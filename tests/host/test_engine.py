@@ -104,8 +104,10 @@ def test_numpy_launches_nothing(engine: Engine) -> None:
     assert engine.launches() == {}
 
 
-@pytest.mark.parametrize("option", [{"memory_budget": 1}, {"stream": 3}])
-def test_options_without_effect_on_the_cpu_are_refused(option: dict[str, int]) -> None:
+@pytest.mark.parametrize(
+    "option", [{"memory_budget": 1}, {"stream": 3}, {"graphs": "off"}, {"overlap": "off"}]
+)
+def test_options_without_effect_on_the_cpu_are_refused(option: dict[str, object]) -> None:
     with pytest.raises(ValueError, match=rf"{next(iter(option))}.* for a GPU"):
         Engine.load(PATH, device="cpu", **option)
 
