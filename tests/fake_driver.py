@@ -21,6 +21,7 @@ import numpy as np
 from cuda.bindings import driver
 
 from pyruntime.cubin.installed import manifest
+from pyruntime.driver import tensormap
 
 INVALID_VALUE, OUT_OF_MEMORY, ILLEGAL_STATE, NOT_READY = 1, 2, 401, 600
 INVALIDATED, UNJOINED, ISOLATION = 901, 904, 905  # of captures
@@ -128,6 +129,7 @@ class FakeDriver:
         major, minor = divmod(int(arch.rstrip("af")), 10)
         capability = {"COMPUTE_CAPABILITY_MAJOR": major, "COMPUTE_CAPABILITY_MINOR": minor}
         self.attributes = ATTRIBUTES | capability
+        tensormap._encode.cache_clear()  # by another driver, of arrays that lay where new ones will
 
     def held(self) -> dict[str, int]:
         """How many of each thing have not been given back; {} if all have."""
