@@ -23,7 +23,8 @@ def kernels_named(
         paths: files and folders; none given: the installed cubins.
 
     Raises:
-        CubinError: no kernel is named so (the text lists some, near ones first), or see `read_all`.
+        CubinError: no kernel is named so (the text lists some, near ones first, or says that it is
+            a file), or see `read_all`.
     """
     cubins, unread = read_all(paths)
     found: dict[str, dict[str, KernelFacts]] = {}
@@ -31,6 +32,8 @@ def kernels_named(
         if fnmatchcase(kernel.name, pattern):
             found.setdefault(kernel.name, {}).setdefault(kernel.arch, kernel)
     if not found:
+        if Path(pattern).exists():
+            raise CubinError(f"{pattern} is a file: name a kernel before it, or '*' for all")
         names = sorted({kernel.name for _, kernel in kernels_of(cubins)})
         raise CubinError(f"no kernel {pattern}{_near(pattern, names)}")
     return found, unread

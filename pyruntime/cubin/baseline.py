@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-import tomllib
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from pyruntime.cubin.facts import CubinFacts
 from pyruntime.cubin.records import kernel_record, kernels_of
-from pyruntime.errors import InputError, reason
+from pyruntime.errors import InputError
+from pyruntime.schema import read_toml
 
 SCHEMA = "pyruntime.resources/1"
 # What must not grow.
@@ -49,14 +49,10 @@ def read_baseline(path: Path) -> Baseline:
     """Reads a baseline.
 
     Raises:
-        InputError: missing, not TOML, or not a baseline.
+        InputError: see `read_toml`; or not a baseline.
     """
-    try:
-        record = tomllib.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise InputError(f"{path}: {reason(error)}") from None
-    if record.pop("schema", None) != SCHEMA:
-        raise InputError(f"{path}: no schema = {SCHEMA!r}")
+    record = read_toml(path, SCHEMA)
+    del record["schema"]
     for key, figures in record.items():
         if not isinstance(figures, dict) or not all(
             name in FIELDS and type(value) is int for name, value in figures.items()

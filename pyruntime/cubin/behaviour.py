@@ -12,7 +12,6 @@ a few are known by name (see `COUNTERS`), others are shown as they are.
 
 from __future__ import annotations
 
-import json
 import math
 import statistics
 from collections.abc import Mapping
@@ -20,7 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pyruntime.errors import InputError, reason
+from pyruntime.errors import InputError
+from pyruntime.schema import read_json
 
 SCHEMA = "pyruntime.behaviour/1"
 # Fractions, as are all that begin with stall_; then counts.
@@ -73,14 +73,9 @@ def read_behaviour(path: Path) -> Behaviour:
     """Reads a record.
 
     Raises:
-        InputError: unreadable, not JSON, of another schema, or with a value that is none.
+        InputError: see `read_json`; or a value that is none.
     """
-    try:
-        record = json.loads(path.read_text())
-    except (OSError, ValueError, RecursionError) as error:
-        raise InputError(f"{path}: {reason(error)}") from None
-    if not isinstance(record, dict) or record.get("schema") != SCHEMA:
-        raise InputError(f"{path}: no schema = {SCHEMA!r}")
+    record = read_json(path, SCHEMA)
     if unknown := record.keys() - _KEYS:
         raise InputError(f"{path}: unknown {', '.join(sorted(unknown))}")
     texts: dict[str, Any] = {key: record.get(key) for key in (*_TEXTS, "code_sha256")}

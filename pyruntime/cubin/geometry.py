@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +18,8 @@ from typing import Any
 from pyruntime.cubin.expression import Formula
 from pyruntime.cubin.ledger import Ledger
 from pyruntime.cubin.spec import Plane
-from pyruntime.errors import InputError, reason
+from pyruntime.errors import InputError
+from pyruntime.schema import read_toml
 
 SCHEMA = "pyruntime.geometry/1"
 _MOST_COMBINATIONS = 100_000
@@ -143,15 +143,9 @@ def read_geometry(path: Path) -> Geometry:
     """Reads a design.
 
     Raises:
-        InputError: unreadable, not TOML, of another schema, or with a key or formula that is wrong;
-            the text names it.
+        InputError: see `read_toml`; or a key or formula that is wrong: the text names it.
     """
-    try:
-        record = tomllib.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise InputError(f"{path}: {reason(error)}") from None
-    if record.get("schema") != SCHEMA:
-        raise InputError(f"{path}: no schema = {SCHEMA!r}")
+    record = read_toml(path, SCHEMA)
     try:
         return _geometry(path.stem, record)
     except (InputError, KeyError, TypeError, ValueError) as error:

@@ -7,13 +7,13 @@ again after each landing.
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from pyruntime.errors import InputError, reason
+from pyruntime.errors import InputError
+from pyruntime.schema import read_toml
 
 SCHEMA = "pyruntime.levers/1"
 STATUSES = ("LANDED", "REVERTED", "MEASURED-ONLY", "CLOSED")
@@ -89,14 +89,9 @@ def read_levers(path: Path) -> list[Lever]:
     """Reads a ledger.
 
     Raises:
-        InputError: missing, not TOML, or a lever that is not whole; the text names it.
+        InputError: see `read_toml`; or a lever that is not whole: the text names it.
     """
-    try:
-        record = tomllib.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise InputError(f"{path}: {reason(error)}") from None
-    if record.get("schema") != SCHEMA:
-        raise InputError(f"{path}: no schema = {SCHEMA!r}")
+    record = read_toml(path, SCHEMA)
     levers = [
         _lever(row, f"{path}: lever {i + 1}") for i, row in enumerate(record.get("lever", []))
     ]

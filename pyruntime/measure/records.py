@@ -13,7 +13,8 @@ from typing import Any
 from pyruntime.cubin.installed import cubins_for, installed_code
 from pyruntime.driver.device import Device, driver_version
 from pyruntime.driver.program import Launch
-from pyruntime.errors import InputError, reason
+from pyruntime.errors import InputError
+from pyruntime.schema import read_json
 
 
 def identity(device: Device, launches: Iterable[Launch], commit: str | None) -> dict[str, Any]:
@@ -72,19 +73,25 @@ def void_reasons(record: dict[str, Any], plan: str | None = None) -> list[str]:
     return reasons
 
 
+# What those who read a record count on, by its kind.
+_WHOLE = {
+    "wall": {
+        "model", "nt", "options", "device", "architecture", "commit", "date", "kernels", "plan",
+        "roofline", "sm_mhz", "slices", "gap", "launches", "busy_ms", "wall_ms", "event_us",
+        "checks",
+    },
+}  # fmt: skip
+
+
 def load_record(path: Path, kind: str) -> dict[str, Any]:
     """Reads a record.
 
     Raises:
-        InputError: missing, not JSON, or not of this kind.
+        InputError: see `read_json`; or something is missing in it.
     """
-    schema = f"pyruntime.{kind}/1"
-    try:
-        record = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise InputError(f"{path}: {reason(error)}") from None
-    if not isinstance(record, dict) or record.get("schema") != schema:
-        raise InputError(f"{path}: no {schema} record")
+    record = read_json(path, f"pyruntime.{kind}/1")
+    if missing := _WHOLE.get(kind, set()) - record.keys():
+        raise InputError(f"{path}: {record['schema']} without {', '.join(sorted(missing))}")
     return record
 
 

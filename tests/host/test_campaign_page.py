@@ -160,7 +160,7 @@ def test_the_command_writes_the_page(
 
 def test_a_spoilt_record_is_named(campaign: ModuleType, results: Path) -> None:
     (results / "wall-x.json").write_text(json.dumps({"schema": "pyruntime.ab/1"}))
-    with pytest.raises(Exception, match=r"wall-x\.json: no pyruntime\.wall/1 record"):
+    with pytest.raises(Exception, match=r"wall-x\.json: not a pyruntime\.wall/1 file"):
         campaign.read_records(results)
 
 

@@ -18,7 +18,7 @@ from gguf_bytes import ARCH, U8, gguf, pair, tensor
 from goldens import GOLDEN, prompts
 from models import write_model
 
-from pyruntime.cli import COMMANDS
+from pyruntime.cli import COMMANDS, main
 from pyruntime.commands import doctor, info
 from pyruntime.ops.attention_choice import installed_variants
 
@@ -258,6 +258,62 @@ def test_a_missing_file_is_named_once(arguments: tuple[str, ...], tmp_path: Path
     done = run(*arguments, missing)
     said = f"pyruntime {arguments[0]}: {missing}: No such file or directory\n"
     assert (done.returncode, done.stdout, done.stderr) == (2, "", said)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "schema"),
+    [
+        (("wall", "--from"), "pyruntime.wall/1 file in JSON"),
+        (("wall", "--check"), "pyruntime.wall/1 file in JSON"),
+        (("lever", "price", "--wall"), "pyruntime.wall/1 file in JSON"),
+        (("audit", "widen_e4m3_t256_l2", "--record"), "pyruntime.behaviour/1 file in JSON"),
+        (("lever", "price", "--levers"), "pyruntime.levers/1 file in TOML"),
+        (("ledger", "--geometry"), "pyruntime.geometry/1 file in TOML"),
+        (("gate", "--baseline"), "pyruntime.resources/1 file in TOML"),
+    ],
+)
+@pytest.mark.parametrize(
+    ("content", "json", "toml"),
+    [
+        (b"# Readme\n", "Expecting value: line 1", "no schema"),
+        (b"Read me!\n", "Expecting value: line 1", "Expected '='"),
+        (b"\x00\xff", "not UTF-8 at byte 1", "not UTF-8 at byte 1"),
+        (b"[" * 100_000, "nested too deeply", ""),
+        (b"[1]", "no schema", "no schema"),
+        (b'{"schema": "pyruntime.x/1"}', "schema = 'pyruntime.x/1'", "Invalid statement"),
+        (b'schema = "pyruntime.x/1"', "Expecting value", "schema = 'pyruntime.x/1'"),
+    ],
+)
+def test_a_file_of_another_kind_is_named_with_what_was_expected(
+    arguments: tuple[str, ...], schema: str, content: bytes, json: str, toml: str, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    monkeypatch.chdir(Path(__file__).parents[2])  # the ledger of levers is there
+    path = tmp_path / "file"
+    path.write_bytes(content)
+    assert main([*arguments, str(path)]) == 2
+    said, why = capsys.readouterr().err, json if "JSON" in schema else toml
+    assert said.startswith(f"pyruntime {arguments[0]}: {path}: not a {schema}: {why}")
+    assert said.count("\n") == 1 and len(said) < 500
+
+
+def test_a_record_that_is_not_whole_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "wall.json"
+    path.write_text('{"schema": "pyruntime.wall/1", "nt": 1}')
+    for option in ("--from", "--check"):
+        assert main(["wall", option, str(path)]) == 2
+        said = capsys.readouterr().err
+        assert said.startswith(f"pyruntime wall: {path}: pyruntime.wall/1 without architecture, ")
+
+
+@pytest.mark.parametrize("command", ["sass", "audit", "banks", "ledger"])
+def test_a_file_in_the_place_of_a_kernel_is_one(
+    command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([command, __file__]) == 2
+    assert f"{__file__} is a file: name a kernel before it" in capsys.readouterr().err
 
 
 def test_an_empty_log_level_is_the_usual_one() -> None:
