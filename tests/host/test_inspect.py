@@ -45,7 +45,7 @@ def test_details_show_signature_and_planes(capsys: pytest.CaptureFixture[str]) -
     out = capsys.readouterr().out
     assert "signature: x:P@0, y:P@8, columns:i@16" in out
     assert "plane tail on rows: 6,144 B at 128, rows of 192 B, elements of 4 B" in out
-    assert "0x6d=0x0" in out and "plain" not in out
+    assert "0x6d=0x0" in out and "\nplain" not in out
 
 
 def test_what_cannot_be_read_is_said_and_the_rest_shown(
