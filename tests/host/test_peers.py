@@ -112,7 +112,8 @@ def peers(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> Any:
     if "90a" not in manifest()["architectures"]:
         pytest.skip("no cubins for sm_90a are installed")
     fake_torch.install(monkeypatch, timed_driver.install(monkeypatch))
-    regimes, cases = bench("regimes"), bench("peers_cases")
+    # The module is imported before what is made up: it stays, and what it has of the cases with it.
+    peers, regimes, cases = (bench(name) for name in ("peers", "regimes", "peers_cases"))
     for module in (regimes, cases):
         for name in ("REST", "PREFILL_REST"):
             monkeypatch.setattr(module, name, 0.0, raising=False)
@@ -121,10 +122,9 @@ def peers(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> Any:
     made_up = {
         "gemm": {"tokens": [64, 4096], "product": [PRODUCT, GATED]},
         "prefill": [MODEL],
-        "quoted": [],
     }
     monkeypatch.setattr(cases, "CASES", made_up)
-    return bench("peers")
+    return peers
 
 
 def test_a_run(peers: Any, tmp_path: Path, capsys: Any) -> None:

@@ -333,5 +333,7 @@ def test_imports_are_late() -> None:
         "import sys, pyruntime.hub, pyruntime.text.chat, pyruntime.text.tokenizer;"
         "print({'tokenizers', 'jinja2', 'tqdm', 'huggingface_hub'} & set(sys.modules))"
     )
-    done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", code], capture_output=True, text=True, check=True
+    )
     assert done.stdout.strip() == "set()"
