@@ -1,9 +1,10 @@
-"""Sees to it that the installed package is tested, wherever the tests are started."""
+"""Sees to it that the installed package is tested, and each time with the same examples."""
 
 from __future__ import annotations
 
 import os
 import sys
+from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
 
@@ -13,3 +14,13 @@ ROOT = str(Path(__file__).parents[1])
 if ("-m", "pytest") in pairwise(sys.orig_argv) and not sys.flags.safe_path and ROOT in sys.path:
     sys.path.remove(ROOT)
 os.environ["PYTHONSAFEPATH"] = "1"  # nor do the interpreters that tests start
+
+with suppress(ImportError):  # tests on a GPU need none
+    from hypothesis import HealthCheck, settings
+
+    # `pytest --hypothesis-profile=default` looks for new examples.
+    slow = [HealthCheck.too_slow]
+    settings.register_profile(
+        "same", derandomize=True, deadline=None, database=None, suppress_health_check=slow
+    )
+    settings.load_profile("same")

@@ -81,7 +81,7 @@ EDITS = st.lists(
 )
 
 
-@settings(max_examples=500, deadline=None, derandomize=True)
+@settings(max_examples=500)
 @given(edits=EDITS)
 def test_edited_header(
     seed: bytes, victim: Path, edits: list[tuple[float, int, bytes | tuple[float, int]]]

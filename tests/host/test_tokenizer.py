@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 from work import calls
@@ -86,7 +86,6 @@ def test_ids_of_smollm2_with_its_whole_vocabulary() -> None:
 @given(st.text())
 @example(" \t\n\r\x0b\x0c\x85\xa0\u2028\u3000  x")
 @example("ı ſ ß İ ﬁ é é 가각 ๆ \U0001f9d9\u200d♂️ \0 \U0010ffff \ufffd")
-@settings(deadline=None, derandomize=True)
 def test_bytes_survive(text: str) -> None:
     ids = tokenizer(QWEN2).encode(text, parse_special=False)
     assert tokenizer(QWEN2).decode(ids) == text
@@ -146,7 +145,6 @@ def byte_pieces(symbol: str) -> list[str]:
 
 
 @given(st.text("▁aest \nléн🦙<0x>/", max_size=40))
-@settings(deadline=None, derandomize=True)
 def test_sentencepiece_merges_the_best_pair_first(text: str) -> None:
     symbols = merge_best_first(list(("▁" + text if text else "").replace(" ", "▁")))
     ids = tokenizer(SPM).encode(text, add_special=False, parse_special=False)
