@@ -188,7 +188,8 @@ OPERATIONS = st.lists(
 @on_both
 @of_both
 @settings(
-    max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=20,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
 )
 @given(operations=OPERATIONS)
 def test_caches_hold_what_was_put_into_them(

@@ -307,7 +307,7 @@ def victim(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("fuzz") / "victim"
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(
     place=st.one_of(st.floats(0, 1), st.integers(-1000, 1000)),
     count=st.sampled_from([0, 1, 2, 4, 100, 10**7]),
