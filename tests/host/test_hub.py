@@ -292,6 +292,8 @@ def ask(endpoint: str, home: Path, *references: str) -> list[tuple[str, str]]:
     pytest.importorskip("huggingface_hub")
     environment = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
     environment |= {"HF_ENDPOINT": endpoint, "HF_HOME": str(home), "NO_PROXY": "127.0.0.1"}
+    # Usually 10 s, which a busy machine may take to answer.
+    environment |= dict.fromkeys(("HF_HUB_ETAG_TIMEOUT", "HF_HUB_DOWNLOAD_TIMEOUT"), "120")
     command = [sys.executable, "-P", "-c", ASK, *references]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
     return [tuple(json.loads(line)) for line in done.stdout.splitlines()]
