@@ -108,7 +108,7 @@ def handed_over(engine: Engine, cases: Cases, rng: random.Random) -> None:
 def scored(engine: Engine, cases: Cases, rng: random.Random) -> None:
     i = rng.randrange(len(cases.tails))
     found = engine.score([cases.prompts[3 + i][:-3]], [cases.tails[i]])
-    same(found[0], cases.scores[i], f"score {i}")
+    same(found[0].log_probs, cases.scores[i].log_probs, f"score {i}")
 
 
 def embedded(engine: Engine, cases: Cases, rng: random.Random) -> None:

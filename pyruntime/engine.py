@@ -21,7 +21,8 @@ from pyruntime.model.batch import Batch, Output, Rows
 from pyruntime.model.calls import Call, Gathered, Hidden, named
 from pyruntime.model.config import ModelConfig
 from pyruntime.model.packing import Part
-from pyruntime.model.scoring import Scored, windows
+from pyruntime.model.scores import Targets, TokenScores
+from pyruntime.model.scoring import Score, Scored, windows
 from pyruntime.model.stats import Stats
 from pyruntime.model.tokens import check_tokens
 from pyruntime.options import check_options, choose_device, free_memory, sizes
@@ -53,9 +54,7 @@ class Model(Protocol):
     def pass_positions(self) -> int | None: ...
     def new_cache(self, tokens: int) -> Any: ...
     def run(self, batch: Batch) -> Output: ...
-    def log_probs(
-        self, batch: Batch, targets: NDArray[np.int32], *, most_bytes: int
-    ) -> NDArray[np.float32]: ...
+    def score(self, batch: Batch, targets: Targets, *, most_bytes: int) -> TokenScores: ...
     def launches(self) -> dict[str, int]: ...
     def stats(self) -> Stats: ...
     def close(self) -> None: ...
@@ -453,12 +452,13 @@ class Engine:
         *,
         logits_bytes: int = LOGITS_BYTES,
         timeout: Timeout = None,
-    ) -> list[list[float | None]]:
-        """The log-probability of each token of each continuation, after its prompt.
+    ) -> list[Score]:
+        """How likely each continuation is after its prompt, token by token.
 
-        The token at index i of prompt and continuation together has
-        log softmax(logits of row i - 1)[token]. All pairs are packed into as few passes as they
-        fit.
+        The token at index i of prompt and continuation together has the log-probability
+        log softmax(logits of row i - 1)[token], and is greedy if it is their argmax. All pairs are
+        packed into as few passes as they fit; those that differ in nothing but their last token,
+        such as answers to choose from, are run once.
 
         Args:
             prompts, continuations: token ids, or texts; as many of the one as of the other. Of two
@@ -466,8 +466,6 @@ class Engine:
                 comes to are the continuation's. A prompt may be empty.
             logits_bytes: what logits may take at a time.
             timeout: see `prefill`.
-
-        Returns: natural logarithms; None for a token that nothing precedes.
 
         Raises: as `prefill`; TokenizerError for text without a vocabulary.
         """
@@ -487,15 +485,14 @@ class Engine:
 
     def _score(
         self, texts: Sequence[tuple[Rows, Rows]], most: int, deadline: Deadline
-    ) -> list[list[float | None]]:
+    ) -> list[Score]:
         if most < 1:
             raise ValueError(f"logits_bytes={most}: at least 1")
         scored = Scored(texts)
 
         def step(batch: Batch, parts: list[Part]) -> None:
             targets = scored.targets(batch, parts)
-            found = self._model.log_probs(batch, targets, most_bytes=most)
-            scored.take(batch, parts, found)
+            scored.take(parts, self._model.score(batch, targets, most_bytes=most))
 
         if scored.calls:
             self._run(scored.calls, step, deadline)
@@ -533,7 +530,7 @@ class Engine:
         if len(ids) < 2:
             raise ValueError(f"the perplexity of {len(ids)} tokens: at least 2 are needed")
         scores = self._score(windows(ids, window, stride), logits_bytes, deadline)
-        return float(np.exp(-np.mean([score for part in scores for score in part])))
+        return float(np.exp(-np.mean([x for score in scores for x in score.log_probs])))
 
     def embed(
         self,

@@ -35,7 +35,7 @@ from pyruntime.model.footprint import cache_bytes, plan
 from pyruntime.model.live import NO_OVERFLOW, max_sequences
 from pyruntime.model.pipeline import Pass
 from pyruntime.model.replay import Replayer
-from pyruntime.model.scores import log_probs
+from pyruntime.model.scores import Targets, TokenScores, token_scores
 from pyruntime.model.stats import Stats
 from pyruntime.model.streamed import StreamedWeights
 from pyruntime.model.tokens import check_tokens
@@ -302,22 +302,18 @@ class GpuModel:
                 hidden = self._hidden(batch, form)
         return Output(out, hidden)
 
-    def log_probs(
-        self, batch: Batch, targets: NDArray[np.int32], *, most_bytes: int
-    ) -> NDArray[np.float32]:
-        """`run`, with the log-probability of one token after each row instead of logits.
+    def score(self, batch: Batch, targets: Targets, *, most_bytes: int) -> TokenScores:
+        """`run`, with the scores of tokens after its rows instead of logits.
 
         Args:
-            targets: int32 [rows whose logits are wanted], a token for each.
+            targets: by the rows whose logits are wanted, counted from 0.
             most_bytes: of logits at a time; one row is always made.
-
-        Returns: float32 [rows].
 
         Raises: as `run`.
         """
         vocab = self.config.vocab
         most = max(most_bytes // (4 * vocab), 1)
-        found = np.empty(len(targets), np.float32)
+        found = TokenScores.empty(targets)
         with self._entry():
             self._check_room(batch)
             shape = Shape.of(batch, self.max_tokens)
@@ -330,8 +326,9 @@ class GpuModel:
                     with self.device.current():
                         self._replayer.follow(self._decoder.head(shape, piece, out))
                         self._wait()
-                    part = slice(piece.before, piece.before + piece.rows)
-                    found[part] = log_probs(np.asarray(out), targets[part])
+                    part, own = targets.within(piece.before, piece.before + piece.rows)
+                    scores = token_scores(np.asarray(out), own)
+                    found.log_probs[part], found.greedy[part] = scores
             logits.close()
         return found
 

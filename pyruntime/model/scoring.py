@@ -1,22 +1,49 @@
-"""Log-probabilities of given tokens."""
+"""Scores of given tokens."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
-from numpy.typing import NDArray
 
 from pyruntime.model.batch import NONE, Batch, Rows
 from pyruntime.model.calls import Call
 from pyruntime.model.packing import Part
+from pyruntime.model.scores import Targets, TokenScores
+
+
+@dataclass(frozen=True)
+class Score:
+    """How likely a continuation is after its prompt.
+
+    Attributes:
+        log_probs: the natural logarithm of each token's probability; None for one that nothing
+            precedes.
+        greedy: whether each token is the likeliest one, which `Engine.generate` takes; None for
+            one that nothing precedes.
+    """
+
+    log_probs: list[float | None] = field(default_factory=list)
+    greedy: list[bool | None] = field(default_factory=list)
+
+    @property
+    def total(self) -> float:
+        """The sum of the log-probabilities that there are."""
+        return sum(x for x in self.log_probs if x is not None)
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether no token is known to be other than the likeliest."""
+        return False not in self.greedy
 
 
 class Scored:
     """The calls that score continuations, and what their passes find.
 
     The token after row i is scored by the logits of row i. So the last token is not run, and the
-    first one of a text has no score.
+    first one of a text has no score. Texts that differ in nothing but their last token share a
+    call.
 
     Args:
         texts: pairs of int32 ids: the context, and the tokens after it that are scored.
@@ -26,40 +53,52 @@ class Scored:
     """
 
     def __init__(self, texts: Sequence[tuple[Rows, Rows]]) -> None:
-        self._wholes = [np.concatenate([NONE, *text]) for text in texts]
-        self._firsts = [len(context) for context, _ in texts]
-        self._found: list[list[NDArray[np.float32]]] = [[] for _ in texts]
-        self._places: list[int] = []  # of the texts that the calls are of
+        self._results = [Score() for _ in texts]
         self.calls: list[Call] = []
-        for place, (whole, first) in enumerate(zip(self._wholes, self._firsts, strict=True)):
-            rows = np.arange(max(first, 1) - 1, len(whole) - 1, dtype=np.int32)
-            if len(rows):
-                self._places.append(place)
-                self.calls.append(Call(whole[:-1], None, logits=rows))
+        self._targets: list[Targets] = []  # of each call
+        self._owners: list[Rows] = []  # the texts that they are of
+        alike: dict[bytes, list[int]] = {}
+        wholes = [np.concatenate([NONE, *text]) for text in texts]
+        for place, (whole, (context, _)) in enumerate(zip(wholes, texts, strict=True)):
+            if not len(context) and len(whole):
+                self._results[place].log_probs.append(None)
+                self._results[place].greedy.append(None)
+            if len(whole) > max(len(context), 1):
+                alike.setdefault(whole[:-1].tobytes(), []).append(place)
+        for places in alike.values():
+            last = len(wholes[places[0]]) - 1
+            rows = [np.arange(max(len(texts[p][0]), 1) - 1, last, dtype=np.int32) for p in places]
+            owners = np.repeat(places, [len(own) for own in rows]).astype(np.int32)
+            tokens = [wholes[p][own + 1] for p, own in zip(places, rows, strict=True)]
+            every, token = np.concatenate(rows), np.concatenate(tokens)
+            order = np.argsort(every, kind="stable")
+            self._owners.append(owners[order])
+            self._targets.append(Targets(every[order], token[order]))
+            self.calls.append(Call(wholes[places[0]][:-1], None, logits=np.unique(every)))
 
-    def targets(self, batch: Batch, parts: list[Part]) -> Rows:
-        """The token after each row of a pass whose logits are wanted."""
-        wholes = [self._wholes[self._places[part.prompt]] for part in parts]
-        pairs = zip(wholes, parts, batch.prompts, strict=True)
-        return np.concatenate([w[part.first + prompt.logits + 1] for w, part, prompt in pairs])
-
-    def take(self, batch: Batch, parts: list[Part], found: NDArray[np.float32]) -> None:
-        """The log-probabilities of the targets of a pass."""
-        at = 0
+    def targets(self, batch: Batch, parts: list[Part]) -> Targets:
+        """What a pass is to score, by the rows of its logits."""
+        found = [NONE], [NONE]
+        before = 0
         for part, prompt in zip(parts, batch.prompts, strict=True):
-            count = len(prompt.logits)
-            self._found[self._places[part.prompt]].append(found[at : at + count])
-            at += count
+            _, own = self._targets[part.prompt].within(part.first, part.last)
+            found[0].append(np.searchsorted(prompt.logits, own.rows).astype(np.int32) + before)
+            found[1].append(own.tokens)
+            before += len(prompt.logits)
+        return Targets(*map(np.concatenate, found))
 
-    def results(self) -> list[list[float | None]]:
-        """Of each text, for each token after its context; None for one that nothing precedes."""
-        results: list[list[float | None]] = []
-        for whole, first, found in zip(self._wholes, self._firsts, self._found, strict=True):
-            scores: list[float | None] = [None] if first == 0 and len(whole) else []
-            for part in found:
-                scores += part.tolist()
-            results.append(scores)
-        return results
+    def take(self, parts: list[Part], found: TokenScores) -> None:
+        """The scores of the targets of a pass. Those of a text come in their order."""
+        log_probs, greedy = (iter(values.tolist()) for values in found)
+        for part in parts:
+            own, _ = self._targets[part.prompt].within(part.first, part.last)
+            for owner in self._owners[part.prompt][own].tolist():
+                self._results[owner].log_probs.append(next(log_probs))
+                self._results[owner].greedy.append(next(greedy))
+
+    def results(self) -> list[Score]:
+        """Of each text."""
+        return self._results
 
 
 def windows(ids: Rows, size: int, stride: int) -> list[tuple[Rows, Rows]]:

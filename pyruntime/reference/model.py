@@ -13,7 +13,7 @@ from pyruntime.errors import NumericalError
 from pyruntime.model.batch import Batch, Output
 from pyruntime.model.config import DOWN_SCALE, KV_DTYPES, ModelConfig
 from pyruntime.model.rope import rope_table
-from pyruntime.model.scores import log_probs
+from pyruntime.model.scores import Targets, TokenScores, token_scores
 from pyruntime.model.stats import Stats
 from pyruntime.model.tensors import layer_shapes, tensor_shapes
 from pyruntime.model.tokens import check_tokens
@@ -145,22 +145,21 @@ class ReferenceModel:
             logits = [self._logits(x[p.logits]) for p, x in rows]
         return Output(np.concatenate(logits) if len(batch.logits) else None, hidden)
 
-    def log_probs(self, batch: Batch, targets: NDArray[np.int32], *, most_bytes: int) -> Array:
-        """`run`, with the log-probability of one token after each row instead of logits.
+    def score(self, batch: Batch, targets: Targets, *, most_bytes: int) -> TokenScores:
+        """`run`, with the scores of tokens after its rows instead of logits.
 
         Args:
-            targets: int32 [rows whose logits are wanted], a token for each.
+            targets: by the rows whose logits are wanted, counted from 0.
             most_bytes: of logits at a time; one row is always made.
-
-        Returns: float32 [rows].
         """
-        most, found = max(most_bytes // (4 * self.config.vocab), 1), np.empty_like(targets, "f4")
+        most, found = max(most_bytes // (4 * self.config.vocab), 1), TokenScores.empty(targets)
         with batch.storing():
             rows = zip(batch.prompts, self._normed(batch), strict=True)
             x = np.concatenate([x[p.logits] for p, x in rows])
             for first in range(0, len(x), most):
-                part = slice(first, first + most)
-                found[part] = log_probs(self._logits(x[part]), targets[part])
+                part, own = targets.within(first, first + most)
+                scores = token_scores(self._logits(x[first : first + most]), own)
+                found.log_probs[part], found.greedy[part] = scores
         return found
 
     def _normed(self, batch: Batch) -> list[Array]:

@@ -107,8 +107,31 @@ def test_scores_and_hidden_states_are_numpys(stem: str, weights: str) -> None:
         for logits_bytes in (1 << 20, 4 * engine.config.vocab * 7):
             found = engine.score(prompts, more, logits_bytes=logits_bytes)
             for mine, theirs in zip(found, want, strict=True):
-                np.testing.assert_allclose(mine, theirs, atol=0.03)
+                np.testing.assert_allclose(mine.log_probs, theirs.log_probs, atol=0.03)
         for pooling in ("mean", "last"):
             vectors, expected = (e.embed(prompts, pooling=pooling) for e in (engine, numpy))
             for mine, theirs in zip(vectors, expected, strict=True):
                 assert difference(mine, theirs) <= 5e-3
+
+
+def test_answers_to_choose_from_are_scored_as_alone() -> None:
+    """Texts that differ in their last token are run once; one prompt is longer than a pass."""
+    with engine_for(STEMS[0]) as engine:
+        prompts = made_up(engine, [20, 140, 5])
+        asked = [(ids, [token]) for ids in prompts for token in (1, 2, 3)]
+        asked.append((prompts[0][:-2], [*prompts[0][-2:], 4]))
+        found = engine.score(*zip(*asked, strict=True))
+        for score, (ids, more) in zip(found, asked, strict=True):
+            (alone,) = engine.score([ids], [more])
+            assert len(score.log_probs) == len(more)
+            np.testing.assert_allclose(score.log_probs, alone.log_probs, atol=0.03)
+
+
+def test_what_is_generated_is_greedy() -> None:
+    with engine_for(STEMS[0]) as engine:
+        prompts = made_up(engine, [20, 100, 5])
+        made = [engine.generate(ids, 4) for ids in prompts]
+        assert all(score.is_greedy for score in engine.score(prompts, made))
+        other = [[*ids[:-1], (ids[-1] + 1) % engine.config.vocab] for ids in made]
+        for score in engine.score(prompts, other):
+            assert score.greedy == [True, True, True, False]

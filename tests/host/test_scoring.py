@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from pyruntime import Engine
 from pyruntime.errors import NumericalError
-from pyruntime.model.scores import log_probs
-from pyruntime.model.scoring import windows
+from pyruntime.model.scores import Targets, token_scores
+from pyruntime.model.scoring import Score, windows
 
 PATH = GOLDEN / "tiny-qwen3-q4_k_m.gguf"
 PROMPTS = [[1, 2, 3], [7] * 11, [5], list(range(40, 62))]
@@ -130,14 +130,28 @@ def test_hidden_states_are_what_the_output_matrix_takes(engine: Engine, ids: lis
 # Scores
 
 
-@given(st.integers(0, 2**32), st.integers(1, 5), st.integers(1, 40), st.floats(0.1, 1000))
-def test_log_probs(seed: int, rows: int, vocab: int, scale: float) -> None:
+@given(
+    st.integers(0, 2**32), st.integers(1, 5), st.integers(1, 9), st.integers(1, 40),
+    st.floats(0.1, 1000),
+)  # fmt: skip
+def test_token_scores(seed: int, rows: int, count: int, vocab: int, scale: float) -> None:
     random = np.random.default_rng(seed)
     logits = (scale * random.standard_normal((rows, vocab))).astype(np.float32)
-    targets = random.integers(0, vocab, rows).astype(np.int32)
+    row, tokens = (random.integers(0, n, count).astype(np.int32) for n in (rows, vocab))
+    row.sort()
+    tokens[0] = logits[row[0]].argmax()
     wide = logits.astype(np.float64) - logits.max(axis=1, keepdims=True)
-    expected = wide[np.arange(rows), targets] - np.log(np.exp(wide).sum(axis=1))
-    np.testing.assert_allclose(log_probs(logits, targets), expected, rtol=1e-5, atol=1e-5)
+    expected = wide[row, tokens] - np.log(np.exp(wide).sum(axis=1))[row]
+    best = logits.argmax(axis=1)
+    found = token_scores(logits, Targets(row, tokens))
+    np.testing.assert_allclose(found.log_probs, expected, rtol=1e-5, atol=1e-5)
+    np.testing.assert_array_equal(found.greedy, best[row] == tokens)
+
+
+def test_of_equal_tokens_the_first_is_greedy() -> None:
+    rows, tokens = np.zeros(3, np.int32), np.arange(3, dtype=np.int32)
+    found = token_scores(np.array([[0, 1, 1]], np.float32), Targets(rows, tokens))
+    assert found.greedy.tolist() == [False, True, False]
 
 
 @pytest.mark.parametrize("logits_bytes", [1, 5000, 1 << 20])
@@ -151,14 +165,58 @@ def test_scores_are_of_the_tokens_and_not_of_those_beside_them(
         probabilities = softmax(engine.prefill(whole, logits="all").logits)
         rows = np.arange(len(ids) - 1, len(whole) - 1)
         expected = np.log(probabilities[rows, more])
-        assert len(found) == len(more)
-        np.testing.assert_allclose(np.array(found, float), expected, atol=1e-4)
+        assert len(found.log_probs) == len(more)
+        np.testing.assert_allclose(found.log_probs, expected, atol=1e-4)
+        assert found.greedy == (probabilities[rows].argmax(axis=1) == more).tolist()
+        assert found.total == pytest.approx(sum(found.log_probs))
 
 
 def test_a_token_that_nothing_precedes_has_no_score(engine: Engine) -> None:
     first, alone, nothing, none = engine.score([[], [], [], [1]], [[5, 6], [5], [], []])
-    assert first[0] is None and alone == [None] and nothing == none == []
-    np.testing.assert_allclose(first[1:], engine.score([[5]], [[6]])[0], atol=1e-5)
+    assert first.log_probs[0] is None and alone.log_probs == [None] and alone.total == 0
+    assert first.greedy[0] is None and alone.greedy == [None] and alone.is_greedy
+    assert nothing == none == Score()
+    (second,) = engine.score([[5]], [[6]])
+    np.testing.assert_allclose(first.log_probs[1:], second.log_probs, atol=1e-5)
+    assert first.greedy[1:] == second.greedy
+
+
+def test_what_is_generated_is_greedy(engine: Engine) -> None:
+    made = [engine.generate(ids, 5) for ids in PROMPTS]
+    assert all(score.is_greedy for score in engine.score(PROMPTS, made))
+    for at in range(5):
+        other = [[*ids[:at], (ids[at] + 1) % engine.config.vocab, *ids[at + 1 :]] for ids in made]
+        for score in engine.score(PROMPTS, other):
+            assert score.greedy[: at + 1] == [*[True] * at, False] and not score.is_greedy
+
+
+@pytest.mark.parametrize("logits_bytes", [1, 5000, 1 << 20])
+def test_texts_that_differ_in_their_last_token_are_run_once(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, logits_bytes: int
+) -> None:
+    """Of which one is longer than a pass, and one has more of its tokens scored."""
+    long = list(range(20, 50))
+    prompts = [PROMPTS[0], long, PROMPTS[0], [5], long[:-1], PROMPTS[0], [], [1]]
+    continuations = [[4], [7], [5], [6, 7], [long[-1], 9], [4], [2], [2]]
+    pairs = list(zip(prompts, continuations, strict=True))
+    alone = [engine.score([ids], [more])[0] for ids, more in pairs]
+    rows = 0
+    score = engine.model.score
+
+    def counted(batch: Any, targets: Any, **options: Any) -> Any:
+        nonlocal rows
+        rows += batch.rows
+        return score(batch, targets, **options)
+
+    monkeypatch.setattr(engine.model, "score", counted)
+    found = engine.score(prompts, continuations, logits_bytes=logits_bytes)
+    assert rows == 3 + 30 + 2 + 1
+    for mine, want in zip(found, alone, strict=True):
+        assert mine.greedy == want.greedy
+        assert (mine.log_probs[0] is None) == (want.log_probs[0] is None)
+        np.testing.assert_allclose(
+            np.array(mine.log_probs, float), np.array(want.log_probs, float), atol=1e-5
+        )
 
 
 def test_scores_need_as_many_of_both(engine: Engine) -> None:
@@ -185,11 +243,11 @@ def test_windows_score_each_token_once_in_the_first_that_reaches_it(
 def test_perplexity(engine: Engine) -> None:
     ids = np.random.default_rng(3).integers(0, engine.config.vocab, 30)
     (scores,) = engine.score([ids[:1]], [ids[1:]])
-    assert engine.perplexity(ids) == pytest.approx(np.exp(-np.mean(np.array(scores, float))))
+    assert engine.perplexity(ids) == pytest.approx(np.exp(-np.mean(scores.log_probs)))
     short = engine.perplexity(ids, window=8, stride=3)
     texts = windows(ids.astype(np.int32), 8, 3)
     parts = engine.score([t[0] for t in texts], [t[1] for t in texts])
-    assert short == pytest.approx(np.exp(-np.mean([s for part in parts for s in part])))
+    assert short == pytest.approx(np.exp(-np.mean([x for part in parts for x in part.log_probs])))
     for wrong in ({"ids": [1]}, {"window": 1}, {"stride": 0}, {"window": 4, "stride": 4}):
         with pytest.raises(ValueError, match="at least"):
             engine.perplexity(wrong.pop("ids", ids), **wrong)

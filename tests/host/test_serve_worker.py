@@ -111,7 +111,7 @@ def test_continuations_go_on_beside_new_prompts(engine: Engine, gate: Gate) -> N
             assert s.tokens == engine.generate(s.prompt, s.max_tokens)
     (s,) = scored.sequences
     (expected,) = engine.score([s.prompt[:1]], [s.prompt[1:]])
-    np.testing.assert_allclose(s.scores.chosen, np.array(expected, float), atol=1e-5)
+    np.testing.assert_allclose(s.scores.chosen, expected.log_probs, atol=1e-5)
 
 
 def test_caches_have_room_for_one_after_the_other(engine: Engine, gate: Gate) -> None:
