@@ -569,8 +569,7 @@ class Engine:
         """
         if not isinstance(text, str):
             return check_tokens(text, self.config.vocab, empty=True)
-        ids = self.tokenizer.encode(text, add_special=begins)
-        return ids[:-1] if begins and not ends and self.tokenizer.adds_eos else ids
+        return self.tokenizer.encode(text, add_special=begins, goes_on=not ends)
 
     def generate(self, ids: ArrayLike, n: int, *, timeout: Timeout = None) -> list[int]:
         """Up to `n` greedy tokens after `ids`, each the argmax of the logits; stops before EOS.

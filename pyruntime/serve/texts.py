@@ -39,8 +39,7 @@ class Texts:
         """
         if self.tokenizer is None:
             raise TokenizerError("this model has no vocabulary: give token ids instead of text")
-        ids = self.tokenizer.encode(text, add_special=add_special)
-        return ids[:-1] if add_special and self.tokenizer.adds_eos else ids
+        return self.tokenizer.encode(text, add_special=add_special, goes_on=True)
 
     def pieces(
         self, ids: Sequence[int] | NDArray[np.integer[Any]], *, begins: bool = True

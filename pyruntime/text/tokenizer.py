@@ -28,9 +28,9 @@ _BYTE_OF_CHAR = {256 + n: byte for n, byte in enumerate(sorted(set(range(256)) -
 class Tokenizer:
     """Encodes and decodes as the model was trained to. Any number of threads may use one.
 
-    `bos_id`, `eos_id`, `unk_id` are None where the model has none; `adds_bos` and `adds_eos` tell
-    which of them special tokens put around a text; `eos_ids` are all tokens that end a generation;
-    `chat_template` is the Jinja source for `pyruntime.text.chat.render`.
+    `bos_id`, `eos_id`, `unk_id` are None where the model has none; `adds_bos` tells whether BOS is
+    put before a text; `eos_ids` are all tokens that end a generation; `chat_template` is the Jinja
+    source for `pyruntime.text.chat.render`.
     """
 
     def __init__(self, vocabulary: Vocabulary, chat_template: str | None = None) -> None:
@@ -41,7 +41,6 @@ class Tokenizer:
         self.unk_id = vocabulary.unk_id
         self.eos_ids = vocabulary.eos_ids
         self.adds_bos = vocabulary.add_bos
-        self.adds_eos = vocabulary.add_eos
         self.chat_template = chat_template
         types = vocabulary.types
         special = np.isin(types, (TokenType.UNKNOWN, TokenType.CONTROL))
@@ -67,14 +66,19 @@ class Tokenizer:
         return cls(Vocabulary.from_metadata(metadata), template)
 
     def encode(
-        self, text: str, *, add_special: bool = True, parse_special: bool = True
+        self,
+        text: str,
+        *,
+        add_special: bool = True,
+        goes_on: bool = False,
+        parse_special: bool = True,
     ) -> NDArray[np.int32]:
         """The ids of `text`: int32 [tokens].
 
         `add_special` puts BOS and EOS around it where the model asks for them (leave it off for a
-        rendered chat template, which writes its own). `parse_special` turns the text of a control
-        token into that token; off, it stays ordinary text. Raises TokenizerError for text that
-        UTF-8 cannot express (a lone surrogate).
+        rendered chat template, which writes its own), and BOS alone before a text that `goes_on`.
+        `parse_special` turns the text of a control token into that token; off, it stays ordinary
+        text. Raises TokenizerError for text that UTF-8 cannot express (a lone surrogate).
         """
         try:
             text.encode()
@@ -84,7 +88,7 @@ class Tokenizer:
         ids = encoder.encode(text, add_special_tokens=False).ids
         if add_special and self._vocabulary.add_bos:
             ids.insert(0, self.bos_id)
-        if add_special and self._vocabulary.add_eos:
+        if add_special and self._vocabulary.add_eos and not goes_on:
             ids.append(self.eos_id)
         return np.array(ids, np.int32)
 
