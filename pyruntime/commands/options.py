@@ -113,19 +113,12 @@ def encode_prompt(engine: Engine, args: argparse.Namespace, prompt: str | list[i
     tokenizer = engine.tokenizer
     if not args.chat:
         return tokenizer.encode(prompt)
-    from pyruntime.errors import TokenizerError
-    from pyruntime.text.chat import render
+    from pyruntime.text.chat import conversation
 
-    if tokenizer.chat_template is None:
-        raise TokenizerError("--chat: this model has no chat template")
     messages = [{"role": "system", "content": args.system}] if args.system is not None else []
     messages.append({"role": "user", "content": prompt})
-    bos, eos = (
-        "" if i is None else tokenizer.token(i) for i in (tokenizer.bos_id, tokenizer.eos_id)
-    )
     # The template writes the special tokens itself.
-    text = render(tokenizer.chat_template, messages, bos=bos, eos=eos)
-    return tokenizer.encode(text, add_special=False)
+    return tokenizer.encode(conversation(tokenizer, messages), add_special=False)
 
 
 def token_text(engine: Engine, token: int) -> str | None:

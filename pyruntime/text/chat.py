@@ -8,11 +8,36 @@ rendered in a sandbox.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from pyruntime.errors import TokenizerError
 
+if TYPE_CHECKING:
+    from pyruntime.text.tokenizer import Tokenizer
+
 _MAX_TEMPLATE = 1 << 18
 _MESSAGE_SHOWN = 500
+
+
+def conversation(
+    tokenizer: Tokenizer,
+    messages: Sequence[Mapping[str, str]],
+    *,
+    add_generation_prompt: bool = True,
+) -> str:
+    """`render` with the template and the special tokens of a model.
+
+    Raises TokenizerError, also where the model has no template.
+    """
+    if tokenizer.chat_template is None:
+        raise TokenizerError("this model has no chat template")
+    bos, eos = (
+        "" if i is None else tokenizer.token(i) for i in (tokenizer.bos_id, tokenizer.eos_id)
+    )
+    return render(
+        tokenizer.chat_template, messages, bos=bos, eos=eos,
+        add_generation_prompt=add_generation_prompt,
+    )  # fmt: skip
 
 
 def render(
