@@ -20,6 +20,7 @@ COMMANDS = {
     "prefill": ("pyruntime.commands.prefill", "run a prompt and show the likeliest next tokens"),
     "generate": ("pyruntime.commands.generate", "continue a prompt greedily"),
     "serve": ("pyruntime.serve.command", "answer completions over HTTP, and show scores"),
+    "eval": ("pyruntime.commands.eval", "run the lm-evaluation-harness on a model"),
     "info": ("pyruntime.commands.info", "list a model's metadata, tensors and memory needs"),
     "doctor": ("pyruntime.commands.doctor", "tell what of driver, devices and cubins is there"),
     "wall": ("pyruntime.tools.wall", "show where a prefill's time goes, kernel by kernel"),

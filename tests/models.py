@@ -98,6 +98,35 @@ def write_model(
     return path
 
 
+def write_talking_model(path: Path, **keys: Any) -> Path:
+    """A small model with a vocabulary: letters, digits, "th", and a chat template without a system.
+
+    `keys`: others below `tokenizer.`.
+    """
+    ends = ["<|begin|>", "<|end|>"]
+    pieces = [*ends, *"abcdefghijklmnopqrstuvwxyz0123456789.,:", "Ġ", "Ċ", "th"]
+    pieces += [f"<|{n}|>" for n in range(VOCAB - len(pieces))]
+    special = {piece for piece in pieces if piece.startswith("<|")}
+    template = (
+        "{% for m in messages %}"
+        "{% if m.role == 'system' %}{{ raise_exception('no system') }}{% endif %}"
+        "<|begin|>{{ m.role }}:{{ m.content }}<|end|>{% endfor %}"
+        "{% if add_generation_prompt %}<|begin|>assistant:{% endif %}"
+    )
+    vocabulary: dict[str, Any] = {
+        "ggml.model": "gpt2",
+        "ggml.pre": "smollm",
+        "ggml.tokens": pieces,
+        "ggml.token_type": [3 if piece in special else 1 for piece in pieces],
+        "ggml.merges": ["t h"],
+        "ggml.bos_token_id": 0,
+        "ggml.eos_token_id": 1,
+        "chat_template": template,
+    }
+    named = {f"tokenizer.{key}": value for key, value in (vocabulary | keys).items()}
+    return write_model(path, set_keys=named)
+
+
 def write_wide_model(path: Path, *, tied: bool = False, spoilt: str = "") -> Path:
     """A small model of Q8_0 matrices whose output matrix is larger than several of its layers.
 

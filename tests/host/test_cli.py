@@ -346,7 +346,7 @@ def act():
         except SystemExit as end:
             assert end.code == 0
 
-slow = {{"numpy", "cuda.bindings", "gguf", "tokenizers", "jinja2", "matplotlib"}}
+slow = {{"numpy", "cuda.bindings", "gguf", "tokenizers", "jinja2", "matplotlib", "lm_eval"}}
 print(calls(act), sorted(slow & sys.modules.keys()))
 """
 
@@ -362,11 +362,28 @@ def count(*arguments: str) -> tuple[int, str, str]:
     return int(made), slow, printed
 
 
-@pytest.mark.parametrize("command", ["", *COMMANDS])
+# `eval` shows the help of its harness, too.
+@pytest.mark.parametrize("command", ["", *sorted(COMMANDS.keys() - {"eval"})])
 def test_help_is_quick(command: str) -> None:
     """Half of this, which `audit` takes, is 0.1 s; an import of NumPy is as much again."""
     made, slow, printed = count(*([command] if command else []), "--help")
     assert "usage" in printed and slow == "[]" and made < 150_000
+
+
+def test_without_the_harness() -> None:
+    """Help says what is missing and how to get it, and so does an error."""
+    code = (
+        "import sys; sys.modules['lm_eval'] = None; from pyruntime.cli import main; "
+        "sys.exit(main(['eval', *sys.argv[1:]]))"
+    )
+    for arguments, status in ((["--help"], 0), (["--tasks", "x"], 2)):
+        done = subprocess.run(
+            [sys.executable, "-P", "-c", code, *arguments],
+            capture_output=True, text=True, check=False,
+        )  # fmt: skip
+        assert done.returncode == status
+        assert "pip install 'pyruntime-cuda[eval]'" in (done.stderr or done.stdout)
+        assert len(done.stderr.splitlines()) == (status > 0)
 
 
 def test_import_is_quick_and_touches_no_driver() -> None:

@@ -26,7 +26,9 @@ ALLOWED: dict[str, set[str]] = {
     "options": {"errors", "driver", "model", "ops"},
     "engine": {"options", "errors", "turns", "gguf", "driver", "model", "reference", "text", "hub"},
     "measure": {"errors", "schema", "cubin", "driver", "ops", "model", "hub", "engine"},
+    "clients": {"errors", "text", "engine"},
     "commands": {
+        "clients",
         "options",
         "errors",
         "cubin",
