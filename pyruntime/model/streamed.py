@@ -26,7 +26,7 @@ from pyruntime.model.loader import beyond_fp16
 from pyruntime.model.pipeline import SLOTS, Pass, Pipeline, Step
 from pyruntime.model.weights import Placement, Source, Weights, layer_placements
 from pyruntime.ops.dequant import dequantize
-from pyruntime.ops.gemm import choice, gemm
+from pyruntime.ops.gemm import ALIGNMENT, choice, gemm
 
 if TYPE_CHECKING:
     from pyruntime.gguf import GGUFFile, TensorInfo
@@ -196,8 +196,9 @@ class StreamedWeights:
         """The output matrix, block by block; each gives some columns of the logits. If `ready` the
         first one is there already.
 
-        Columns of a single row are dense. Those of several are not: their block is made dense,
-        behind the weights in the slot, and copied from there.
+        Columns of a single row are dense. Those of several are not, and one that is not aligned,
+        after others of an odd length, is no place for whole columns: such a block is made behind
+        the weights in the slot, and copied from there.
         """
         c, (count, _) = self._config, logits.shape
         # As for the whole product: rows of the table that split k round otherwise than others.
@@ -209,7 +210,7 @@ class StreamedWeights:
         steps = []
         for fill, (slot, first, rows) in zip(fills, blocks, strict=True):
             w, after = slot.view(0, (rows, c.hidden), np.float16), None
-            if count == 1:
+            if count == 1 and not logits.ptr % ALIGNMENT:
                 out = logits.view(4 * first, (1, rows), np.float32)
             else:
                 out = slot.view(_aligned(w.nbytes), (count, rows), np.float32)
