@@ -40,18 +40,13 @@ Logits = Literal["none", "last", "all"] | Sequence[int] | NDArray[np.integer[Any
 Timeout = float | Deadline | None
 
 
-class Model(Protocol):
+class Model(calls.Model, Protocol):
     """What a backend offers."""
 
     config: ModelConfig
     fingerprint: str
-    kv_dtype: str
     turns: Turns
 
-    @property
-    def max_prompts(self) -> int | None: ...
-    @property
-    def pass_positions(self) -> int | None: ...
     def new_cache(self, tokens: int) -> Any: ...
     def run(self, batch: Batch) -> Output: ...
     def score(self, batch: Batch, targets: Targets, *, most_bytes: int) -> TokenScores: ...
@@ -362,7 +357,7 @@ class Engine:
         deadline = Deadline.of(timeout)
         if calls.several(ids):
             return self._prefill(ids, cache, logits, hidden, deadline, reuse)
-        started, asked = time.perf_counter(), self._call(ids, cache, logits, hidden)
+        started, asked = time.perf_counter(), self._call(ids, cache, logits, None, hidden)
         return self._given([asked], started, deadline, reuse)[0]
 
     def _prefill(
@@ -381,14 +376,15 @@ class Engine:
         for name, given in (("cache", caches), ("logits", each)):
             if not isinstance(given, (list, tuple)) or len(given) != count:
                 raise ValueError(f"{name}: a list of {count} is needed, one for each prompt")
-        asked = zip(prompts, caches, each, strict=True)
+        asked = zip(prompts, caches, each, range(count), strict=True)
         named_calls = named(asked, lambda parts: self._call(*parts, hidden))
         return self._given(named_calls, started, deadline, reuse)
 
-    def _call(self, ids: Any, cache: Any, logits: Any, hidden: Hidden) -> Call:
+    def _call(self, ids: Any, cache: Any, logits: Any, place: int | None, hidden: Hidden) -> Call:
         tokens = check_tokens(ids, self.config.vocab)
         nt = len(tokens)
-        return Call(tokens, cache, calls.wanted_logits(logits, nt), calls.wanted_hidden(hidden, nt))
+        rows = calls.wanted_logits(logits, nt), calls.wanted_hidden(hidden, nt)
+        return Call(tokens, cache, *rows, place=place)
 
     def _given(
         self, asked: Sequence[Call], started: float, deadline: Deadline, reuse: bool
@@ -436,10 +432,10 @@ class Engine:
         self._check_open()
         with self._model.turns.turn(deadline):
             self._check_open()
-            calls.check_room(asked, self._model.kv_dtype, self.config.context_length, reuse=reuse)
+            context, most = self.config.context_length, self._kv_limit
+            calls.check_room(self._model, asked, context, most=most, reuse=reuse)
             for call in asked if reuse else ():
-                if call.cache.owner is self._model:  # others are refused with their pass
-                    call.reuse()
+                call.reuse()
             stateless = [len(call.ids) for call in asked if call.cache is None]
             scratch = self._scratch(max(stateless)) if stateless else None
             calls.run(self._model, asked, timed, rows=self.max_tokens, scratch=scratch)
@@ -618,11 +614,6 @@ class Engine:
 
     def _scratch(self, tokens: int) -> Any:
         """The cache behind calls without one."""
-        if self._kv_limit is not None and tokens > self._kv_limit:
-            raise ValueError(
-                f"{tokens} tokens without a cache; this engine was loaded with "
-                f"kv_tokens={self._kv_limit}"
-            )
         if self._cache is None or self._cache.capacity < tokens:
             self._cache = None  # give the smaller one back first
             self._cache = self._model.new_cache(max(tokens, self.kv_tokens))

@@ -22,6 +22,14 @@ def whole_regions(positions: int) -> int:
     return -(-positions // REGION) * REGION
 
 
+def require_room(cache: Any, tokens: int, start: int) -> None:
+    """Raises ValueError unless a cache has room for so many tokens from position `start` on."""
+    if start + tokens > cache.capacity:
+        raise ValueError(
+            f"{tokens} tokens after {start} exceed the cache's {cache.capacity} positions"
+        )
+
+
 @dataclass(frozen=True)
 class Prompt:
     """Tokens that a pass appends to a cache, and the rows of them that something is wanted of.

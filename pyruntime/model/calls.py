@@ -9,7 +9,8 @@ from typing import Any, Literal, Protocol, TypeVar
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from pyruntime.model.batch import NONE, Batch, Prompt, Rows
+from pyruntime.model.any_cache import AnyCache
+from pyruntime.model.batch import NONE, Batch, Prompt, Rows, require_room
 from pyruntime.model.packing import Part, passes
 
 Hidden = Literal["last", "mean"] | None
@@ -20,11 +21,15 @@ U = TypeVar("U")
 class Model(Protocol):
     """What of a backend the passes depend on."""
 
+    kv_dtype: str
+
     @property
     def max_prompts(self) -> int | None: ...
 
     @property
     def pass_positions(self) -> int | None: ...
+
+    def check_cache(self, cache: Any) -> None: ...
 
 
 @dataclass
@@ -36,6 +41,7 @@ class Call:
             is left behind.
         logits, hidden: ascending rows, int32.
         reused: tokens that were taken off the front of `ids`, as the cache holds them.
+        place: of the prompt in a list, by which an error names it; None: there is no list.
     """
 
     ids: Rows
@@ -43,6 +49,7 @@ class Call:
     logits: Rows = field(default_factory=lambda: NONE)
     hidden: Rows = field(default_factory=lambda: NONE)
     reused: int = 0
+    place: int | None = None
 
     def reuse(self) -> None:
         """Keeps of the cache what `ids` begins with, and drops that from `ids`.
@@ -116,30 +123,48 @@ def wanted_hidden(hidden: Hidden, nt: int) -> Rows:
     return wanted_logits("all" if hidden == "mean" else "last", nt)
 
 
-def check_room(asked: Sequence[Call], kv_dtype: str, context: int, *, reuse: bool = False) -> None:
-    """Refuses, before anything is computed, caches that cannot take their prompts.
+def check_room(
+    model: Model, asked: Sequence[Call], context: int, *, most: int | None, reuse: bool = False
+) -> None:
+    """Refuses, before anything is computed, prompts that there is no room for.
 
-    `reuse`: prompts take the place of what the caches hold.
+    Args:
+        context: positions of the model. most: tokens of a prompt without a cache; None: any number.
+        reuse: prompts take the place of what the caches hold.
+
+    Raises ValueError.
     """
     given = [id(call.cache) for call in asked if call.cache is not None]
     if len(set(given)) < len(given):
         raise ValueError("cache: two prompts share one")
     for call in asked:
-        cache, start, tokens = call.cache, 0 if reuse else call.start, len(call.ids)
-        if cache is not None:
-            if cache.kv_dtype != kv_dtype:
-                raise ValueError(
-                    f"this cache holds {cache.kv_dtype}; the engine was loaded with "
-                    f"kv_dtype={kv_dtype!r}"
-                )
-            if start + tokens > cache.capacity:
-                raise ValueError(
-                    f"{tokens} tokens after {start} exceed the cache's {cache.capacity} positions"
-                )
-        if start + tokens > context:
+        try:
+            _check_room(model, call, context, most, reuse)
+        except ValueError as error:
+            if call.place is None:
+                raise
+            raise ValueError(f"prompt {call.place}: {error}") from None
+
+
+def _check_room(model: Model, call: Call, context: int, most: int | None, reuse: bool) -> None:
+    cache, start, tokens = call.cache, 0, len(call.ids)
+    if cache is not None:
+        if isinstance(cache, AnyCache) and cache.kv_dtype != model.kv_dtype:
             raise ValueError(
-                f"{tokens} tokens after {start} exceed the model's context of {context} tokens"
+                f"this cache holds {cache.kv_dtype}; the engine was loaded with "
+                f"kv_dtype={model.kv_dtype!r}"
             )
+        model.check_cache(cache)
+        start = 0 if reuse else call.start
+        require_room(cache, tokens, start)
+    elif most is not None and tokens > most:
+        raise ValueError(
+            f"{tokens} tokens without a cache; this engine was loaded with kv_tokens={most}"
+        )
+    if start + tokens > context:
+        raise ValueError(
+            f"{tokens} tokens after {start} exceed the model's context of {context} tokens"
+        )
 
 
 def run(

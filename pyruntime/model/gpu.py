@@ -27,7 +27,7 @@ from pyruntime.errors import (
     WaitTimeoutError,
 )
 from pyruntime.model import pipeline
-from pyruntime.model.batch import Batch, Output, whole_regions
+from pyruntime.model.batch import Batch, Output, require_room, whole_regions
 from pyruntime.model.cache import Cache, Region
 from pyruntime.model.config import ModelConfig
 from pyruntime.model.decoder import Decoder, Piece, Shape, site_name
@@ -397,7 +397,8 @@ class GpuModel:
     def _check_room(self, batch: Batch) -> None:
         caches = [prompt.cache for prompt in batch.prompts]
         for prompt in batch.prompts:
-            self._check_cache(prompt.cache, len(prompt.ids))
+            self.check_cache(prompt.cache)
+            require_room(prompt.cache, len(prompt.ids), prompt.cache.length)
         if len({id(cache) for cache in caches}) < len(caches):
             raise ValueError("two prompts of a pass share a cache")
         for count, most, what in (
@@ -408,16 +409,13 @@ class GpuModel:
             if most is not None and count > most:
                 raise ValueError(f"{count} {what} in one pass; this model was loaded for {most}")
 
-    def _check_cache(self, cache: Cache | Region, rows: int) -> None:
+    def check_cache(self, cache: object) -> None:
+        """Raises ValueError unless it is an open one of this model."""
         if not isinstance(cache, (Cache, Region)) or cache.owner is not self:
             raise ValueError(
                 f"this cache belongs to another model than {self.config.name} on {self.device_name}"
             )
         cache.check_open()
-        if cache.length + rows > cache.capacity:
-            raise ValueError(
-                f"{rows} tokens after {cache.length} exceed the cache's {cache.capacity} positions"
-            )
 
     def _run(self, batch: Batch, shape: Shape, logits: DeviceArray | None) -> None:
         """The pass, with its logits where they are wanted; waits for it."""

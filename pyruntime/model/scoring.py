@@ -74,7 +74,8 @@ class Scored:
             order = np.argsort(every, kind="stable")
             self._owners.append(owners[order])
             self._targets.append(Targets(every[order], token[order]))
-            self.calls.append(Call(wholes[places[0]][:-1], None, logits=np.unique(every)))
+            ids, logits = wholes[places[0]][:-1], np.unique(every)
+            self.calls.append(Call(ids, None, logits=logits, place=places[0]))
 
     def targets(self, batch: Batch, parts: list[Part]) -> Targets:
         """What a pass is to score, by the rows of its logits."""

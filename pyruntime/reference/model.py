@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from pyruntime.errors import NumericalError
-from pyruntime.model.batch import Batch, Output
+from pyruntime.model.batch import Batch, Output, require_room
 from pyruntime.model.config import DOWN_SCALE, KV_DTYPES, ModelConfig
 from pyruntime.model.rope import rope_table
 from pyruntime.model.scores import Targets, TokenScores, token_scores
@@ -167,7 +167,8 @@ class ReferenceModel:
         wanted of are left undefined."""
         caches = [prompt.cache for prompt in batch.prompts]
         for prompt in batch.prompts:
-            self._check_cache(prompt.cache, len(prompt.ids))
+            self.check_cache(prompt.cache)
+            require_room(prompt.cache, len(prompt.ids), prompt.cache.length)
         if len({id(cache) for cache in caches}) < len(caches):
             raise ValueError("two prompts of a pass share a cache")
         found = []
@@ -179,14 +180,11 @@ class ReferenceModel:
             found.append(normed)
         return found
 
-    def _check_cache(self, cache: Cache, rows: int) -> None:
+    def check_cache(self, cache: object) -> None:
+        """Raises ValueError unless it is an open one of this model."""
         if not isinstance(cache, Cache) or cache.owner is not self:
             raise ValueError(f"this cache belongs to another model than {self.config.name}")
         cache.check_open()
-        if cache.length + rows > cache.capacity:
-            raise ValueError(
-                f"{rows} tokens after {cache.length} exceed the cache's {cache.capacity} positions"
-            )
 
     def _body(self, ids: NDArray[np.int32], cache: Cache) -> Array:
         """The residual stream after the last layer, [nt, hidden]."""

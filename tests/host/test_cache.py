@@ -382,11 +382,16 @@ def test_what_cannot_be_reused_is_left_alone(load: Load, device: str) -> None:
     cache, foreign = engine.new_cache(4), other.new_cache(4)
     for e, c in ((engine, cache), (other, foreign)):
         e.prefill([1, 2], cache=c)
+    closed = engine.new_cache(4)
+    closed.close()
     for ids, caches, text in (
         ([9] * 5, cache, "4 positions"),
         ([9], foreign, "another model"),
         ([9], None, "no cache to reuse"),
         ([[9], [9]], [cache, cache], "two prompts share"),
+        ([[9], [9]], [cache, foreign], "prompt 1: .*another model"),
+        ([[9], [9]], [cache, closed], "prompt 1: .*closed"),
+        ([[9], [9]], [cache, "cache"], "prompt 1: .*another model"),
     ):
         with pytest.raises(ValueError, match=text):
             engine.prefill(ids, cache=caches, reuse=True)

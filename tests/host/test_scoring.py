@@ -89,7 +89,9 @@ def test_all_caches_of_a_list_are_filled_or_none(
         ({"ids": [[1], [2]], "cache": [None]}, "cache: a list of 2"),
         ({"ids": [[1], [2]], "logits": [[0]]}, "logits: a list of 2"),
         ({"ids": [[1], [2]], "logits": [[0], [1]]}, "prompt 1: .*positions of a prompt of 1 token"),
-        ({"ids": [[1], [2] * 41]}, "kv_tokens=40"),
+        ({"ids": [[1], [2] * 41]}, "prompt 1: 41 tokens .*kv_tokens=40"),
+        ({"ids": [[1], [2]], "cache": [None, 3]}, "prompt 1: this cache belongs to another model"),
+        ({"ids": [1], "cache": ["cache"]}, "^this cache belongs to another model"),
         ({"ids": [1], "logits": "first"}, "logits='first'"),
         ({"ids": [1], "logits": []}, "logits="),
         ({"ids": [1, 2], "logits": [1, 0]}, "ascend"),
@@ -222,6 +224,8 @@ def test_texts_that_differ_in_their_last_token_are_run_once(
 def test_scores_need_as_many_of_both(engine: Engine) -> None:
     with pytest.raises(ValueError, match="2 prompts and 1 continuations"):
         engine.score([[1], [2]], [[1]])
+    with pytest.raises(ValueError, match="prompt 2: 41 tokens"):
+        engine.score([[], [1], [2] * 41], [[], [1], [1]])
     with pytest.raises(ValueError, match="logits_bytes=0"):
         engine.score([[1]], [[1]], logits_bytes=0)
 
