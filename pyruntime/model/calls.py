@@ -228,7 +228,7 @@ class Gathered:
 
     def __init__(self, calls: Sequence[Call]) -> None:
         self._calls = calls
-        self._logits: list[list[Any]] = [[] for _ in calls]
+        self._logits: list[Any] = [None] * len(calls)
         self._sums: list[Any] = [0.0] * len(calls)
 
     def take(self, batch: Batch, parts: list[Part], logits: Any, hidden: NDArray[Any]) -> None:
@@ -236,22 +236,27 @@ class Gathered:
         row = state = 0
         for prompt, part in zip(batch.prompts, parts, strict=True):
             rows, states = len(prompt.logits), len(prompt.hidden)
-            call = self._calls[part.prompt]
             if rows:
-                own = _rows(logits, row, row + rows, len(batch.logits))
-                # Of a prompt in one pass the array itself, of many passes copies on the host.
-                whole = rows == len(call.logits)
-                self._logits[part.prompt].append(own if whole else np.asarray(own))
+                self._add(part, _rows(logits, row, row + rows, len(batch.logits)))
             if states:
                 self._sums[part.prompt] += hidden[state : state + states].sum(0, dtype=np.float64)
             row, state = row + rows, state + states
 
+    def _add(self, part: Part, own: Any) -> None:
+        """Of a prompt in one pass the array itself, of many passes all together on the host."""
+        place, (rows, vocab) = part.prompt, own.shape
+        wanted = self._calls[place].logits
+        if rows == len(wanted):
+            self._logits[place] = own
+            return
+        if self._logits[place] is None:
+            self._logits[place] = np.empty((len(wanted), vocab), np.float32)
+        first = int(np.searchsorted(wanted, part.first))
+        self._logits[place][first : first + rows] = np.asarray(own)
+
     def logits(self, place: int) -> Any:
         """Float32 [rows, vocab] of a call, or None."""
-        parts = self._logits[place]
-        if len(parts) < 2:
-            return parts[0] if parts else None
-        return np.concatenate(parts)
+        return self._logits[place]
 
     def hidden(self, place: int) -> NDArray[np.float32] | None:
         """Float32 [1, hidden] of a call, the mean of its rows, or None."""

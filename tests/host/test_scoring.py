@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,6 +12,7 @@ import pytest
 from goldens import GOLDEN
 from hypothesis import given
 from hypothesis import strategies as st
+from models import write_wide_model
 
 from pyruntime import Engine
 from pyruntime.errors import NumericalError
@@ -127,6 +130,17 @@ def test_hidden_states_are_what_the_output_matrix_takes(engine: Engine, ids: lis
     mean = engine.prefill(ids, logits="none", hidden="mean").hidden
     states = [engine.prefill(ids[: n + 1], hidden="last").hidden[0] for n in range(len(ids))]
     np.testing.assert_allclose(mean[0], np.mean(states, axis=0), rtol=1e-3, atol=1e-3)
+
+
+def test_logits_of_many_passes_are_held_once(tmp_path: Path) -> None:
+    with Engine.load(write_wide_model(tmp_path / "m.gguf"), device="cpu", max_tokens=8) as engine:
+        engine.prefill([1])
+        tracemalloc.start()
+        logits = engine.prefill([1] * 400, logits="all").logits
+        _, most = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        assert most < 1.5 * logits.nbytes
+        np.testing.assert_allclose(logits[-1:], engine.prefill([1] * 400).logits, atol=1e-4)
 
 
 # Scores
