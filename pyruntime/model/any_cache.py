@@ -153,7 +153,7 @@ class AnyCache(Filled):
 
     @abstractmethod
     def close(self) -> None:
-        """Frees the memory. Idempotent."""
+        """Frees the memory, once no call is at work on the model. Idempotent."""
 
     @contextmanager
     def _entry(self) -> Iterator[None]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Protocol
 
 import numpy as np
@@ -116,12 +116,11 @@ class Cache(AnyCache):
         return row.ptr
 
     def close(self) -> None:
-        """Frees the memory, once the GPU does nothing for a call whose time ran out. Idempotent."""
-        if self.owner is not None:
-            self.owner.drain()
-        for array in (*self.arrays, self._maps):
-            if array is not None:
-                array.close()
+        """Frees the memory, once no call is at work on the model. Idempotent."""
+        with nullcontext() if self.owner is None else self.owner.idle():
+            for array in (*self.arrays, self._maps):
+                if array is not None:
+                    array.close()
 
     @contextmanager
     def _entry(self) -> Iterator[None]:

@@ -500,11 +500,12 @@ class GpuModel:
             self._note(error)
         self._underway.end()
 
-    def drain(self) -> None:
-        """Waits for what a call that is over left under way."""
-        if self._underway.left:
-            with self.turns.turn():
-                self._finish(Deadline())
+    @contextmanager
+    def idle(self) -> Iterator[None]:
+        """A block during which no call is at work, nor the GPU for one that is over."""
+        with self.turns.turn():
+            self._finish(Deadline())
+            yield
 
     def close(self) -> None:
         """Gives all device memory back. Idempotent. Caches and results free their own."""

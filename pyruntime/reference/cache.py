@@ -37,10 +37,11 @@ class Cache(AnyCache):
         return Cache(self.k[part], self.v[part], self.owner, k_scale, v_scale)
 
     def close(self) -> None:
-        """Gives the memory back; shapes stay. Idempotent."""
-        self.closed = True
-        for name, array in self._numbers().items():
-            setattr(self, name, np.broadcast_to(array.dtype.type(0), array.shape))
+        """Gives the memory back, once no call is at work on the model; shapes stay. Idempotent."""
+        with self.owner.turns.turn():
+            self.closed = True
+            for name, array in self._numbers().items():
+                setattr(self, name, np.broadcast_to(array.dtype.type(0), array.shape))
 
     @staticmethod
     def _copy(to: NDArray[Any], source: NDArray[Any], positions: int) -> None:

@@ -331,6 +331,23 @@ def test_close_waits_for_the_running_call_and_refuses_those_that_wait(
 
 
 @pytest.mark.parametrize("device", DEVICES)
+def test_a_cache_is_not_closed_under_a_call_that_fills_it(
+    load: Load, monkeypatch: pytest.MonkeyPatch, device: str
+) -> None:
+    engine = load(device=device)
+    cache, stuck = engine.new_cache(8), Stuck(engine, monkeypatch)
+    running = start(lambda: engine.prefill([1, 2], cache=cache))
+    assert stuck.inside.wait(LONG)
+    joined = threading.Semaphore(0)
+    engine.model.turns._queue = NotedQueue(joined.release)
+    closing = start(cache.close)
+    assert joined.acquire(timeout=LONG) and not cache.closed
+    stuck.over.set()
+    finish(running, closing)
+    assert cache.length == 2 and cache.closed
+
+
+@pytest.mark.parametrize("device", DEVICES)
 def test_busy_while_another_call_is_served(
     load: Load, monkeypatch: pytest.MonkeyPatch, device: str
 ) -> None:
