@@ -459,13 +459,15 @@ class Engine:
         Args:
             prompts, continuations: token ids, or texts; as many of the one as of the other. Of two
                 texts the whole is tokenized, and the tokens after as many as the prompt alone
-                comes to are the continuation's. A prompt may be empty.
+                comes to are the continuation's, of which there must be one. A prompt may be empty.
             logits_bytes: what logits may take at a time.
             timeout: see `prefill`.
 
         Raises: as `prefill`; TokenizerError for text without a vocabulary.
         """
         deadline = Deadline.of(timeout)
+        if isinstance(prompts, str) or isinstance(continuations, str):
+            raise ValueError("prompts and continuations: a list is needed, even for one text")
         if len(prompts) != len(continuations):
             raise ValueError(f"{len(prompts)} prompts and {len(continuations)} continuations")
         pairs = zip(prompts, continuations, strict=True)
@@ -476,7 +478,13 @@ class Engine:
         """The ids of a prompt and of its continuation."""
         context = self._ids(prompt)
         if isinstance(prompt, str) and isinstance(continuation, str):
-            return context, self._ids(prompt + continuation)[len(context) :]
+            rest = self._ids(prompt + continuation)[len(context) :]
+            if continuation and not len(rest):
+                raise ValueError(
+                    f"together with its prompt {continuation!r:.100} makes no more tokens than the "
+                    "prompt alone: give token ids"
+                )
+            return context, rest
         return context, self._ids(continuation, begins=False)
 
     def _score(

@@ -13,6 +13,7 @@ from goldens import GOLDEN
 from hypothesis import given
 from hypothesis import strategies as st
 from models import write_wide_model
+from serving import write_spoken_model
 
 from pyruntime import Engine
 from pyruntime.errors import NumericalError
@@ -238,10 +239,21 @@ def test_texts_that_differ_in_their_last_token_are_run_once(
 def test_scores_need_as_many_of_both(engine: Engine) -> None:
     with pytest.raises(ValueError, match="2 prompts and 1 continuations"):
         engine.score([[1], [2]], [[1]])
+    with pytest.raises(ValueError, match="a list is needed, even for one text"):
+        engine.score("one", "two")
     with pytest.raises(ValueError, match="prompt 2: 41 tokens"):
         engine.score([[], [1], [2] * 41], [[], [1], [1]])
     with pytest.raises(ValueError, match="logits_bytes=0"):
         engine.score([[1]], [[1]], logits_bytes=0)
+
+
+def test_a_text_that_its_prompt_takes_in_is_refused(tmp_path: Path) -> None:
+    """Without tokens of its own it would be the likeliest of all."""
+    with Engine.load(write_spoken_model(tmp_path / "m.gguf"), device="cpu") as engine:
+        nothing, one = engine.score(["The", "The"], ["", " the"])
+        assert (len(nothing.log_probs), len(one.log_probs)) == (0, 1)
+        with pytest.raises(ValueError, match=r"^prompt 1: together with its prompt 'e' makes no"):
+            engine.score(["The", "Th"], [" the", "e"])
 
 
 @given(st.integers(2, 60), st.integers(2, 20), st.data())
