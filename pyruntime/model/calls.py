@@ -108,7 +108,8 @@ def wanted_logits(logits: Any, nt: int) -> Rows:
         )
     if rows.min() < -nt or rows.max() >= nt:
         raise ValueError(f"logits={logits!r}: positions of a prompt of {nt} tokens")
-    rows = np.where(rows < 0, rows + nt, rows).astype(np.int32)
+    rows = rows.astype(np.int32)  # whatever it was: nt may be more than that holds
+    rows = np.where(rows < 0, rows + np.int32(nt), rows)
     if (np.diff(rows) <= 0).any():
         raise ValueError(f"logits={logits!r}: positions must ascend")
     return rows

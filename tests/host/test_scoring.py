@@ -17,6 +17,7 @@ from serving import write_spoken_model
 
 from pyruntime import Engine
 from pyruntime.errors import NumericalError
+from pyruntime.model.calls import wanted_logits
 from pyruntime.model.scores import Targets, token_scores
 from pyruntime.model.scoring import Score, windows
 
@@ -120,6 +121,11 @@ def test_rows_that_are_asked_for(engine: Engine, ids: list[int]) -> None:
     np.testing.assert_allclose(engine.prefill(ids, logits=[-1]).logits, every[-1:], atol=1e-5)
     again = engine.prefill(ids, logits=np.array(rows)).logits
     np.testing.assert_array_equal(again, engine.prefill(ids, logits=rows).logits)
+
+
+@pytest.mark.parametrize("dtype", ["i1", "u1", "i8", "u8"])
+def test_positions_are_integers_of_any_width(dtype: str) -> None:
+    assert wanted_logits(np.array([1, 100], dtype), 300).tolist() == [1, 100]
 
 
 @pytest.mark.parametrize("ids", PROMPTS)
