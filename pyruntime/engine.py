@@ -154,7 +154,8 @@ class Engine:
                 bits.
             max_tokens: rows of one pass; longer prompts take several. Default 4096, or the model's
                 context length if that is shorter. With weights "per-layer" it is 8192 at most.
-            kv_tokens: the longest prompt without a cache of its own. By default the internal cache
+            kv_tokens: the longest prompt without a cache of its own; those that share a pass have
+                no more positions together, each in whole sixteens. By default the internal cache
                 begins with `max_tokens` positions (or 4096) and grows up to the context length.
             memory_budget: the most device memory, in bytes, that the total of `plan` may come to
                 (GPU only).
