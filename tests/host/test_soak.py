@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,11 @@ def soak(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     return run
 
 
+def by_a_worker() -> bool:
+    """Whether this is a call of the soak, and not one by which it learns what is right."""
+    return threading.current_thread() is not threading.main_thread()
+
+
 def test_in_numpy(soak: Any) -> None:
     code, record = soak("cpu")
     assert (code, record["faults"]) == (0, [])
@@ -50,12 +56,11 @@ def test_on_a_fake_driver(soak: Any, driver: FakeDriver, monkeypatch: pytest.Mon
 
 
 def test_a_wrong_row_is_a_fault(soak: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    given, calls = Engine.prefill, []
+    given = Engine.prefill
 
     def spoiled(engine: Engine, ids: Any, **options: Any) -> Any:
         result = given(engine, ids, **options)
-        calls.append(ids)
-        if len(calls) > 60 and not isinstance(result, list) and result.logits is not None:
+        if by_a_worker() and not isinstance(result, list) and result.logits is not None:
             result.logits[0, 0] += 100
         return result
 
@@ -67,11 +72,10 @@ def test_a_wrong_row_is_a_fault(soak: Any, monkeypatch: pytest.MonkeyPatch) -> N
 def test_an_error_that_belongs_to_no_fault_is_one(
     soak: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    given, calls = Engine.prefill, []
+    given = Engine.prefill
 
     def failing(engine: Engine, ids: Any, **options: Any) -> Any:
-        calls.append(ids)
-        if len(calls) > 60:
+        if by_a_worker():
             raise TypeError("made up")
         return given(engine, ids, **options)
 
