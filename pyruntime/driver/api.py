@@ -27,14 +27,13 @@ def bindings() -> Any:
         DriverNotFoundError: no driver library, or it refuses to initialise.
         EngineError: the driver was initialised before this process was forked.
     """
-    driver, process = _initialised()
-    if process != os.getpid():
+    if _forked:
         raise EngineError("the CUDA driver does not work in a forked child: use a new process")
-    return driver
+    return _initialised()
 
 
 @functools.cache
-def _initialised() -> tuple[Any, int]:
+def _initialised() -> Any:
     from cuda.bindings import driver
 
     try:
@@ -43,7 +42,19 @@ def _initialised() -> tuple[Any, int]:
         raise DriverNotFoundError("no CUDA driver: the library libcuda was not found") from error
     if int(status):
         raise DriverNotFoundError(f"no usable CUDA driver: cuInit returned {_name(status)}")
-    return driver, os.getpid()
+    return driver
+
+
+_forked = False  # whether this process is a child of one that had initialised the driver
+
+
+def _note_fork() -> None:
+    global _forked
+    _forked = _initialised.cache_info().currsize > 0
+
+
+if hasattr(os, "register_at_fork"):  # where processes fork; asking for an id is a system call
+    os.register_at_fork(after_in_child=_note_fork)
 
 
 def call(name: str, *args: Any, what: str = "") -> Any:

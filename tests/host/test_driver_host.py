@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
+import functools
 import gc
+import os
 import struct
 import weakref
 from collections.abc import Callable
@@ -22,7 +24,7 @@ from pyruntime.driver.library import Kernel, Library, kept
 from pyruntime.driver.memory import DeviceArray
 from pyruntime.driver.program import Program
 from pyruntime.driver.stream import Stream
-from pyruntime.errors import CubinError, CudaError, OutOfMemoryError
+from pyruntime.errors import CubinError, CudaError, EngineError, OutOfMemoryError
 from pyruntime.ops.gemm import choice
 from pyruntime.ops.qkv import rotating
 
@@ -346,3 +348,25 @@ def test_answers_are_kept_and_not_without_end(driver: FakeDriver) -> None:
     assert len(asked) == 1001 and len(library.answers[answer.__wrapped__]) <= 256
     for thing in (library, other, device):
         thing.close()
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork")
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
+@pytest.mark.parametrize("before", [True, False])
+def test_a_child_has_no_driver_that_its_parent_had(
+    monkeypatch: pytest.MonkeyPatch, before: bool
+) -> None:
+    """One that was forked before the driver was initialised has its own."""
+    driver = object()
+    monkeypatch.setattr(api, "_initialised", functools.cache(lambda: driver))
+    if before:
+        api.bindings()
+    child = os.fork()
+    if not child:
+        try:
+            os._exit(0 if api.bindings() is driver else 1)
+        except EngineError as error:
+            os._exit(2 if "forked child" in str(error) else 3)
+    _, status = os.waitpid(child, 0)
+    assert os.waitstatus_to_exitcode(status) == (2 if before else 0)
+    assert api.bindings() is driver
