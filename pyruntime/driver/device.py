@@ -7,6 +7,7 @@ from functools import cached_property
 from typing import Any
 
 from pyruntime.driver import api
+from pyruntime.driver.allocation import Spare, free
 from pyruntime.errors import DriverNotFoundError, EngineError
 
 
@@ -34,6 +35,7 @@ class Device:
 
     Attributes:
         allocated: bytes that arrays of this object hold now. peak: the most that they ever held.
+        spare: memory of arrays that are gone, which `close` frees.
 
     Raises:
         DriverNotFoundError: no driver, or no such device.
@@ -48,6 +50,7 @@ class Device:
         self.ordinal = ordinal
         self.handle = api.call("cuDeviceGet", ordinal)
         self.allocated = self.peak = 0
+        self.spare = Spare()
         self._holders = 1
         self._closed = False
         self._lock = threading.RLock()  # a finalizer may come in the middle
@@ -60,7 +63,19 @@ class Device:
         """Lets go of the primary context. Idempotent."""
         if not self._closed:
             self._closed = True
-            self.drop()
+            self.spare.close()
+            try:
+                self.free_spare()
+            finally:
+                self.drop()
+
+    def free_spare(self) -> bool:
+        """Frees what there is to spare; whether that was anything. Raises CudaError."""
+        found = False
+        while (memory := self.spare.take())[0]:
+            found = True
+            free(self, *memory)
+        return found
 
     def hold(self) -> None:
         """Keeps the context until a matching `drop`."""

@@ -11,8 +11,8 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from pyruntime.driver import api, dlpack
+from pyruntime.driver.allocation import allocate, free
 from pyruntime.driver.device import Device
-from pyruntime.errors import OutOfMemoryError
 
 
 class DeviceArray:
@@ -20,6 +20,12 @@ class DeviceArray:
 
     Attributes:
         ptr: device address, 0 once closed. shape, dtype: as in NumPy. device: where it lies.
+
+    Args:
+        spare: whether its memory may be that of an earlier such array, and a later one's when this
+            one is gone, see `Spare`; not once it has been shared, as work on other streams may then
+            outlive the array, nor if it is closed. Whoever lets a kernel of their own work at `ptr`
+            keeps the array until that has ended.
 
     `np.asarray(a)` copies to the host, after all work of the device's default and blocking streams.
     Array libraries share the memory through `__dlpack__`, which keeps it allocated for them, or
@@ -41,6 +47,7 @@ class DeviceArray:
         what: str = "array",
         base: DeviceArray | None = None,
         offset: int = 0,
+        spare: bool = False,
     ) -> None:
         self.device = device
         self.shape = shape
@@ -50,6 +57,7 @@ class DeviceArray:
         self._what: str = what if base is None else base._what
         self._lock = threading.RLock()  # a finalizer may come in the middle
         self._leases = self._allocated = 0
+        self._spare = spare
         self.ptr: int
         if base is not None:
             base._check_open()
@@ -59,14 +67,18 @@ class DeviceArray:
                 )
             self.ptr = base.ptr + offset
         else:
-            self.ptr = self._allocated = _allocate(device, max(self.nbytes, 1), what)
-            device.count(self.nbytes)
+            found = device.spare.take(self.nbytes)[0] if spare else 0
+            self.ptr = self._allocated = found or allocate(device, self.nbytes, what)
 
     def close(self) -> None:
         """Frees the memory (not that of a view's base). Idempotent.
 
         What `__dlpack__` has shared is freed when its last consumer is done with it, too.
         """
+        self._spare = False
+        self._end()
+
+    def _end(self) -> None:
         self.ptr = 0
         if self._base is None:
             self._free_unused()
@@ -76,18 +88,13 @@ class DeviceArray:
             if self.ptr or self._leases:
                 return
             address, self._allocated = self._allocated, 0
-        if address:
-            try:
-                with self.device.current():
-                    api.call("cuMemFree", address)
-                self.device.count(-self.nbytes)
-            finally:
-                self.device.drop()
+        if address and not (self._spare and self.device.spare.put(address, self.nbytes)):
+            free(self.device, address, self.nbytes)
 
     def __del__(self) -> None:
         # At interpreter exit the driver may be gone already: the process frees the memory.
         try:
-            self.close()
+            self._end()
         except Exception:
             self.ptr = 0
 
@@ -148,6 +155,7 @@ class DeviceArray:
             ValueError: the array, or the one that it is a view of, has been closed.
         """
         self._check_open()
+        (self._base or self)._spare = False
         return {
             "version": 3,
             "shape": self.shape,
@@ -202,6 +210,7 @@ class DeviceArray:
         with owner._lock:
             self._check_open()
             owner._leases += 1
+            owner._spare = False
         return _Lease(owner)
 
 
@@ -295,18 +304,3 @@ class PinnedBuffer:
             self.close()
         except Exception:
             self.ptr = 0
-
-
-def _allocate(device: Device, nbytes: int, what: str) -> int:
-    device.hold()
-    try:
-        with device.current():
-            return int(api.call("cuMemAlloc", nbytes))
-    except BaseException as error:
-        device.drop()
-        if not isinstance(error, OutOfMemoryError):
-            raise
-        free, total = device.memory()
-        raise OutOfMemoryError(
-            f"{what}: {nbytes:,} bytes asked for, {free:,} of {total:,} free on {device.name}"
-        ) from error

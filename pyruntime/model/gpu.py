@@ -147,6 +147,7 @@ class GpuModel:
         )  # fmt: skip
         self._check_memory(planned.nbytes, memory_budget)
         self.weights_mode, self.max_tokens = planned.weights, planned.max_tokens
+        self.device.spare.most = planned.nbytes["logits"]  # so that no more is held than planned
         packed = self.weights_mode == "per-layer"
         urgent = packed and not pipeline.URGENT_FILLS
         self._stream = self._owned(Stream(self.device, stream, urgent=urgent))
@@ -207,6 +208,8 @@ class GpuModel:
     def _check_memory(self, needs: Mapping[str, int], budget: int | None) -> None:
         free, total = self.device.memory()
         needed = sum(needs.values())
+        if needed > self._allowed(budget):
+            self.device.free_spare()
         if needed > self._allowed(budget):
             parts = ", ".join(f"{name} {nbytes:,}" for name, nbytes in needs.items())
             limit = "" if budget is None else f", the budget is {budget:,}"
@@ -296,7 +299,7 @@ class GpuModel:
         with self._entry():
             self._check_room(batch)  # here: another thread's call may have filled a cache
             if out is None and len(batch.logits):
-                out = DeviceArray(self.device, shape, np.float32, what="logits")
+                out = DeviceArray(self.device, shape, np.float32, what="logits", spare=True)
             form = Shape.of(batch, self.max_tokens)
             with self._passing(batch, form, out, out):
                 hidden = self._hidden(batch, form)
