@@ -70,7 +70,9 @@ def call(name: str, *args: Any, what: str = "") -> Any:
     answer = getattr(bindings(), name)(*args)
     if answer[0]:
         raise failure(name, answer[0], what)
-    return answer[1] if len(answer) == 2 else answer[1:] or None
+    if len(answer) == 1:
+        return None
+    return answer[1] if len(answer) == 2 else answer[1:]
 
 
 def failure(name: str, status: Any, what: str = "") -> CudaError | OutOfMemoryError:

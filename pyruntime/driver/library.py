@@ -10,7 +10,7 @@ from functools import cached_property, wraps
 from typing import Any, TypeVar, TypeVarTuple
 
 from pyruntime.cubin.installed import cubins_for, manifest
-from pyruntime.cubin.spec import LETTERS, KernelSpec, Param, read_specs
+from pyruntime.cubin.spec import LETTERS, KernelSpec, read_specs
 from pyruntime.driver import api
 from pyruntime.driver.device import Device, driver_version
 from pyruntime.errors import CubinError, CudaError, DriverNotFoundError
@@ -26,8 +26,7 @@ class Kernel:
     """One kernel with its contract. Its shared-memory limit has been raised to what it asks for.
 
     Attributes:
-        launches: how often it has been launched by a `Program` that was enqueued whole, or by a
-            graph of one.
+        launches: how often it has been launched by programs that were counted, see `Program.count`.
         clusters: clusters of its that the device holds at a time; None for kernels without.
     """
 
@@ -42,8 +41,11 @@ class Kernel:
         self.clusters = clusters
 
     @cached_property
-    def _params(self) -> dict[str, Param]:
-        return {p.name: p for p in self.spec.params}
+    def _params(self) -> dict[str, tuple[struct.Struct, int]]:
+        """How parameters are encoded, and where."""
+        return {
+            p.name: (struct.Struct("<" + LETTERS[p.letter]), p.offset) for p in self.spec.params
+        }
 
     def pack(self, params: dict[str, Any]) -> ctypes.Array[ctypes.c_char]:
         """Encodes parameters by name into the kernel's parameter struct.
@@ -68,9 +70,9 @@ class Kernel:
 
     def pack_one(self, block: ctypes.Array[ctypes.c_char], name: str, value: Any) -> None:
         """Encodes one parameter into a block that `pack` made. Raises TypeError as it does."""
-        p = self._params[name]
+        form, offset = self._params[name]
         try:
-            struct.pack_into("<" + LETTERS[p.letter], block, p.offset, getattr(value, "ptr", value))
+            form.pack_into(block, offset, getattr(value, "ptr", value))
         except (struct.error, OverflowError) as error:
             raise TypeError(f"kernel {self.name}, parameter {name}: {error}") from None
 

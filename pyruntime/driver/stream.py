@@ -72,6 +72,10 @@ class Stream:
         with self.device.current():
             api.call("cuStreamWaitEvent", self.handle, event.handle, 0)
 
+    def record(self, event: Event) -> None:
+        """Enqueues an event; the device's context must be current, as for all that follow."""
+        api.call("cuEventRecord", event.handle, self.handle)
+
     def copy_to_device(self, dst: int, src: int, nbytes: int) -> None:
         """Enqueues a host-to-device copy; the host memory must stay as it is until it has run."""
         api.call("cuMemcpyHtoDAsync", dst, src, nbytes, self.handle)
@@ -116,7 +120,7 @@ class Event:
     def record(self, stream: Stream) -> None:
         """Enqueues the event."""
         with self._device.current():
-            api.call("cuEventRecord", self.handle, stream.handle)
+            stream.record(self)
 
     def synchronize(self) -> None:
         """Waits until the event has been reached."""
