@@ -43,6 +43,8 @@ class Deadline:
     @classmethod
     def of(cls, timeout: float | Deadline | None) -> Deadline:
         """The deadline itself, or that of a number of seconds."""
+        if timeout is None:
+            return NEVER
         return timeout if isinstance(timeout, Deadline) else cls(timeout)
 
     def left(self) -> float | None:
@@ -60,6 +62,9 @@ class Deadline:
         return WaitTimeoutError(f"the timeout of {self.timeout:g} s ran out: {done}")
 
 
+NEVER = Deadline()
+
+
 class Turns:
     """A lock that threads get in the order in which they ask; who has it may ask again.
 
@@ -68,10 +73,10 @@ class Turns:
     """
 
     def __init__(self) -> None:
-        self.deadline = Deadline()
+        self.deadline = NEVER
         self._process = os.getpid()
         self._lock = threading.RLock()  # of the thread whose turn it is
-        self._owned = threading.Condition(self._lock)  # to ask who that is
+        self._is_mine: Callable[[], bool] = self._lock._is_owned  # type: ignore[attr-defined]
         # A locked gate for each thread that waits. The first one waits for `_lock`, the others wait
         # for their gates, and who leaves the queue opens the gate that is the first then.
         self._queue: deque[threading.Lock] = deque()
@@ -99,13 +104,6 @@ class Turns:
         self.check_process()
         deadline = Deadline.of(timeout)
         return nullcontext() if self._is_mine() else _Turn(self, deadline)
-
-    def _is_mine(self) -> bool:
-        try:
-            self._owned.notify(0)  # wakes nobody, and is refused unless this thread has the lock
-        except RuntimeError:
-            return False
-        return True
 
 
 class _Turn:

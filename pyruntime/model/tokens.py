@@ -20,8 +20,8 @@ def check_tokens(ids: ArrayLike, vocab: int, *, empty: bool = False) -> NDArray[
         raise ValueError("token ids are empty; at least one is needed")
     if array.dtype.kind not in "iu":
         raise ValueError(f"token ids must be integers, not {array.dtype}")
-    outside = np.flatnonzero((array < 0) | (array >= vocab))
-    if outside.size:
-        at = int(outside[0])
+    wide = array.astype(np.int64, copy=False).view(np.uint64)  # negative ones are large then
+    if np.maximum.reduce(wide) >= vocab:
+        at = int(np.argmax(wide >= vocab))
         raise ValueError(f"token id {array[at]} at position {at} is outside [0, {vocab})")
     return array.astype(np.int32)
