@@ -68,11 +68,15 @@ class Launch:
 
 
 class Program:
-    """Launches to run in order. It keeps every array alive that its parameters point into."""
+    """Launches to run in order. It keeps every array alive that its parameters point into.
+
+    Attributes:
+        launches: in order. counts: how many each kernel has.
+    """
 
     def __init__(self, launches: Iterable[Launch] = ()) -> None:
         self.launches = list(launches)
-        self._counts = Counter(launch.kernel for launch in self.launches)
+        self.counts = Counter(launch.kernel for launch in self.launches)
         self._role = ""
         self._cuts: list[int] = []
 
@@ -102,7 +106,7 @@ class Program:
                 f"kernel {kernel.name}: grid {(x, y, z)} in clusters of {kernel.spec.cluster}"
             )
         self.launches.append(Launch(kernel, (x, y, z), params, self._role or kernel.spec.family))
-        self._counts[kernel] += 1
+        self.counts[kernel] += 1
 
     def cut(self) -> None:
         """Ends a section here."""
@@ -148,7 +152,7 @@ class Program:
                 raise api.failure("cuLaunchKernelEx", status, str(launch))
             overlaps = overlap
 
-    def count(self) -> None:
-        """Adds the launches of a run to those of their kernels."""
-        for kernel, count in self._counts.items():
-            kernel.launches += count
+    def count(self, runs: int = 1) -> None:
+        """Adds the launches of so many runs to those of their kernels."""
+        for kernel, count in self.counts.items():
+            kernel.launches += count * runs

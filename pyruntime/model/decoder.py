@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -269,6 +269,14 @@ class Decoder:
         for launch, name in zip(head.before.launches, ("c", "x"), strict=False):
             launch.point(name, logits)
         return head
+
+    def launches(self) -> Counter[str]:
+        """Launches that the bodies of recorded passes had, by kernel name."""
+        found = Counter[str]()
+        for recorded in list(self._passes.values()):
+            for kernel, count in recorded.body.counts.items():
+                found[kernel.name] += count * recorded.enqueued
+        return found
 
     def _drop(self, shape: Shape, recorded: Recorded) -> None:
         del self._passes[shape]

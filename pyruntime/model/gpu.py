@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from typing import TYPE_CHECKING, Literal, Protocol, TypeVar
@@ -225,7 +226,7 @@ class GpuModel:
 
     def launches(self) -> dict[str, int]:
         """Launches so far by kernel name, those of loading included."""
-        return self.library.launches()
+        return dict(Counter(self.library.launches()) + self._decoder.launches())
 
     def stats(self) -> Stats:
         """How passes were run so far."""

@@ -29,12 +29,14 @@ that kernel; one that is not is put off until the pass has to wait for it.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 
 from pyruntime.driver.device import Device
+from pyruntime.driver.library import Kernel
 from pyruntime.driver.program import Launch, Program
 from pyruntime.driver.stream import Event, Stream
 from pyruntime.errors import CudaError
@@ -91,9 +93,14 @@ class Pass:
         else:
             self.pipeline.enqueue(stream, self, overlap=overlap)
 
-    def count(self) -> None:
-        """Adds the launches of a pass to those of their kernels."""
-        self._whole.count()
+    def count(self, runs: int = 1) -> None:
+        """See `Program.count`."""
+        self._whole.count(runs)
+
+    @property
+    def counts(self) -> Counter[Kernel]:
+        """See `Program`."""
+        return self._whole.counts
 
 
 class Pipeline:

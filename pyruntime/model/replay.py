@@ -34,13 +34,14 @@ class Recorded:
         head: what comes after it, once there is such a thing; its logits change their address from
             pass to pass.
         runs: how often it has been enqueued whole. graph: of the body, once there is one.
+        enqueued: how often the body has been; its kernels' launches are counted when it is dropped.
         refused: that it could not be captured.
     """
 
     def __init__(self, body: Pass) -> None:
         self.body = body
         self.head: Pass | None = None
-        self.runs = 0
+        self.runs = self.enqueued = 0
         self.graph: Graph | None = None
         self.refused = False
 
@@ -83,7 +84,7 @@ class Replayer:
             graph.launch(self._stream)
         else:
             recorded.body.enqueue(self._stream, overlap=self._overlap)
-        recorded.body.count()
+        recorded.enqueued += 1
         follows = graph is None
         for head in heads:
             self.follow(head, follows)
@@ -126,6 +127,7 @@ class Replayer:
 
     def drop(self, recorded: Recorded) -> None:
         """Destroys the graph of a pass that will not be run again; nothing may be running."""
+        recorded.body.count(recorded.enqueued)
         graph, recorded.graph = recorded.graph, None
         if graph is not None:
             self._stats.graphs -= 1
