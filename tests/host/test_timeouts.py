@@ -141,6 +141,21 @@ def test_nothing_is_freed_while_the_gpu_is_at_work(
     assert driver.held() == {} and not driver.working
 
 
+@pytest.mark.usefixtures("clock")
+def test_a_cache_that_is_dropped_lives_as_long_as_the_gpu_is_at_work(
+    driver: FakeDriver, load: Load
+) -> None:
+    engine = load()
+    cache = engine.new_cache(8)
+    fail_slowly(driver, engine, [1, 2], cache)
+    freed = driver.calls["cuMemFree"]
+    del cache
+    gc.collect()
+    assert driver.working and driver.calls["cuMemFree"] == freed
+    engine.prefill([1, 2])
+    assert driver.calls["cuMemFree"] == freed + 3  # K, V and their maps
+
+
 def test_an_interrupted_wait_for_an_interrupted_call(driver: FakeDriver, load: Load) -> None:
     """The next call waits, within its time: nothing of the live block may change before."""
     engine = load()
