@@ -53,22 +53,24 @@ class DeviceArray:
         self.shape = shape
         self.dtype = np.dtype(dtype)
         self.nbytes = math.prod(shape) * self.dtype.itemsize
-        self._base: DeviceArray | None = None if base is None else base._base or base
-        self._what: str = what if base is None else base._what
         self._lock = threading.RLock()  # a finalizer may come in the middle
         self._leases = self._allocated = 0
         self._spare = spare
         self.ptr: int
-        if base is not None:
+        self._what: str
+        self._base: DeviceArray | None
+        if base is None:
+            self._base, self._what = None, what
+            found = device.spare.take(self.nbytes)[0] if spare else 0
+            self.ptr = self._allocated = found or allocate(device, self.nbytes, what)
+        else:
+            self._base, self._what = base._base or base, base._what
             base._check_open()
             if offset + self.nbytes > base.nbytes:
                 raise ValueError(
                     f"a view of {self.nbytes} bytes at {offset} in {base.nbytes} bytes"
                 )
             self.ptr = base.ptr + offset
-        else:
-            found = device.spare.take(self.nbytes)[0] if spare else 0
-            self.ptr = self._allocated = found or allocate(device, self.nbytes, what)
 
     def close(self) -> None:
         """Frees the memory (not that of a view's base). Idempotent.

@@ -17,7 +17,7 @@ from pyruntime.model.tokens import check_tokens
 
 def _frozen(own: NDArray[np.int32]) -> NDArray[np.int32]:
     """An array that nobody changes from now on."""
-    own.flags.writeable = False
+    own.setflags(write=False)
     return own
 
 
@@ -54,10 +54,11 @@ class Filled(ABC):
     def append(self, ids: NDArray[np.int32], start: int) -> None:
         """For backends: a pass that began at `length` = `start` has stored `ids` there.
 
-        If the cache has been cut since then, it stays as it is: what was stored is forgotten, too.
+        Nobody writes to `ids` any more. If the cache has been cut since then, it stays as it is:
+        what was stored is forgotten, too.
         """
         if self.length == start:
-            self._tokens = _frozen(np.concatenate([self._tokens, ids]))
+            self._tokens = _frozen(np.concatenate([self._tokens, ids]) if start else ids)
 
     @property
     @abstractmethod

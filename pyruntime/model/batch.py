@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
-from functools import cached_property
+from collections.abc import Sequence
 from itertools import accumulate
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,6 +12,18 @@ from numpy.typing import NDArray
 Rows = NDArray[np.int32]
 NONE: Rows = np.empty(0, np.int32)
 REGION = 16  # positions of a cache at whose multiples a prompt's may begin, if several share it
+_first_integers: Rows = NONE  # what `ascending` gives parts of
+
+
+def ascending(first: int, last: int) -> Rows:
+    """[first, ..., last - 1], which nobody writes to."""
+    global _first_integers
+    integers = _first_integers
+    if last > len(integers):
+        integers = np.arange(1 << last.bit_length(), dtype=np.int32)
+        integers.setflags(write=False)
+        _first_integers = integers
+    return integers[first:last]
 
 
 def whole_regions(positions: int) -> int:
@@ -30,8 +39,7 @@ def require_room(cache: Any, tokens: int, start: int) -> None:
         )
 
 
-@dataclass(frozen=True)
-class Prompt:
+class Prompt(NamedTuple):
     """Tokens that a pass appends to a cache, and the rows of them that something is wanted of.
 
     Attributes:
@@ -42,85 +50,76 @@ class Prompt:
 
     ids: Rows
     cache: Any
-    logits: Rows = field(default_factory=lambda: NONE)
-    hidden: Rows = field(default_factory=lambda: NONE)
+    logits: Rows = NONE
+    hidden: Rows = NONE
 
 
-@dataclass(frozen=True)
 class Batch:
-    """The prompts of a pass, packed: the rows of one follow those of the one before."""
+    """The prompts of a pass, packed: the rows of one follow those of the one before.
 
-    prompts: Sequence[Prompt]
+    Attributes:
+        prompts: as given. rows: of all of them. longest: the most rows of one.
+        first_rows: where each prompt begins, and at the end the rows of all.
+        starts: positions that were cached before each when the pass began (`begin`).
+        logits, hidden: the rows of the pass whose logits or hidden states are wanted, ascending.
+        kept: those of which anything is.
+    """
+
+    __slots__ = ("first_rows", "hidden", "kept", "logits", "longest", "prompts", "rows", "starts")
+
+    def __init__(self, prompts: Sequence[Prompt]) -> None:
+        lengths = [len(prompt.ids) for prompt in prompts]
+        self.prompts = prompts
+        self.longest = max(lengths)
+        self.first_rows = [0, *accumulate(lengths)]
+        self.rows = self.first_rows[-1]
+        _, _, self.logits, self.hidden = prompts[0]
+        if len(prompts) > 1:
+            self.logits = self._of_pass([prompt.logits for prompt in prompts])
+            self.hidden = self._of_pass([prompt.hidden for prompt in prompts])
+        self.kept = self.logits
+        if len(self.hidden):
+            self.kept = self.hidden
+            if len(self.logits):
+                self.kept = np.union1d(self.logits, self.hidden).astype(np.int32)
 
     @classmethod
     def of_one(cls, ids: Rows, cache: Any, logits: Literal["last", "all"]) -> Batch:
         """One prompt, and logits of its last row or of all."""
         if logits not in ("last", "all"):
             raise ValueError(f"logits={logits!r}: 'last' or 'all'")
-        rows = np.arange(len(ids) if logits == "all" else 1, dtype=np.int32)
-        return cls([Prompt(ids, cache, rows if logits == "all" else rows + len(ids) - 1)])
+        return cls(
+            [Prompt(ids, cache, ascending(0 if logits == "all" else len(ids) - 1, len(ids)))]
+        )
 
-    @contextmanager
-    def storing(self) -> Iterator[None]:
-        """Around a pass: where nothing is raised, its tokens are then those of the caches, too."""
-        starts = [prompt.cache.length for prompt in self.prompts]
-        yield
-        for prompt, start in zip(self.prompts, starts, strict=True):
-            prompt.cache.append(prompt.ids, start)
-
-    @cached_property
-    def first_rows(self) -> list[int]:
-        """Where each prompt begins, and at the end the rows of all."""
-        return list(accumulate((len(prompt.ids) for prompt in self.prompts), initial=0))
-
-    @property
-    def rows(self) -> int:
-        """Of all prompts."""
-        return self.first_rows[-1]
-
-    @property
-    def longest(self) -> int:
-        """The most rows of a prompt."""
-        return max(len(prompt.ids) for prompt in self.prompts)
+    def begin(self) -> None:
+        """Says that the pass begins, after what its caches hold now."""
+        self.starts = [prompt.cache.length for prompt in self.prompts]
 
     @property
     def fresh(self) -> bool:
-        """Whether nothing is cached before any of them."""
-        return not any(prompt.cache.length for prompt in self.prompts)
+        """Whether nothing was cached before any of them."""
+        return not any(self.starts)
 
-    @cached_property
-    def logits(self) -> Rows:
-        """The rows of the pass whose logits are wanted, ascending."""
-        return self._rows("logits")
-
-    @cached_property
-    def hidden(self) -> Rows:
-        """The rows of the pass whose hidden states are wanted, ascending."""
-        return self._rows("hidden")
-
-    @cached_property
-    def kept(self) -> Rows:
-        """The rows that something is wanted of, ascending."""
-        if not len(self.hidden) or not len(self.logits):
-            return self.hidden if len(self.hidden) else self.logits
-        return np.union1d(self.logits, self.hidden).astype(np.int32)
+    def store(self) -> None:
+        """Says that the pass has been made: its tokens are now those of its caches, too."""
+        for prompt, start in zip(self.prompts, self.starts, strict=True):
+            prompt.cache.append(prompt.ids, start)
 
     def kept_places(self, rows: Rows) -> Rows:
         """Where ascending `rows` are among those that are kept."""
         if len(rows) == len(self.kept):
-            return np.arange(len(rows), dtype=np.int32)
+            return ascending(0, len(rows))
         return np.searchsorted(self.kept, rows).astype(np.int32)
 
-    def _rows(self, name: Literal["logits", "hidden"]) -> Rows:
-        if len(self.prompts) == 1:
-            own: Rows = getattr(self.prompts[0], name)
-            return own
-        places = zip(self.first_rows, self.prompts, strict=False)
-        return np.concatenate([getattr(p, name) + np.int32(first) for first, p in places])
+    def _of_pass(self, rows: list[Rows]) -> Rows:
+        """Rows of each prompt as rows of the pass."""
+        return np.concatenate(
+            [own + np.int32(first) for own, first in zip(rows, self.first_rows, strict=False)]
+        )
 
 
-@dataclass(frozen=True)
-class Output:
+class Output(NamedTuple):
     """What a pass gives, for the rows that were wanted, in their order.
 
     Attributes:
@@ -133,8 +132,6 @@ class Output:
 
 def runs(rows: Rows, most: int) -> list[tuple[int, int]]:
     """Ascending `rows` as (first, count) of those that follow each other, `most` at a time."""
-    if 0 < len(rows) <= most and rows[-1] - rows[0] == len(rows) - 1:
-        return [(int(rows[0]), len(rows))]
     found: list[tuple[int, int]] = []
     for part in np.split(rows, np.flatnonzero(np.diff(rows) != 1) + 1):
         found += [(int(part[at]), min(most, len(part) - at)) for at in range(0, len(part), most)]

@@ -39,7 +39,8 @@ class Positions(Protocol):
 class Cache(AnyCache):
     """K/V in device memory: `k` and `v`, and `k_scale` and `v_scale` if there are any.
 
-    `arrays` are all of them, with the tensor maps of a float16 one; `owner` may be None, too.
+    `arrays` are all of them, with the tensor maps of a float16 one, and `addresses` where they lie;
+    `owner` may be None, too.
 
     Array libraries may share the arrays, codes as uint8 since few know e4m3; see `DeviceArray` for
     what they may read while a prefill is under way.
@@ -63,9 +64,10 @@ class Cache(AnyCache):
             for name, (shape, dtype) in layout.items()
         }
         self.arrays = tuple(arrays.values())
+        self.addresses = tuple([array.ptr for array in self.arrays])
         self._library = library
         self._maps: DeviceArray | None = None  # of regions: row i of the one at i * REGION
-        self._mapped = {0}
+        self._mapped: set[int] = set()
         self.k, self.v = arrays["k"], arrays["v"]
         self.k_scale, self.v_scale = arrays.get("k_scale"), arrays.get("v_scale")
         if maps := arrays.get("maps"):
@@ -79,11 +81,6 @@ class Cache(AnyCache):
     def stride(self) -> int:
         """See `Positions`."""
         return self.capacity
-
-    @property
-    def addresses(self) -> tuple[int, ...]:
-        """See `Positions`."""
-        return tuple(array.ptr for array in self.arrays)
 
     @property
     def closed(self) -> bool:
@@ -103,8 +100,6 @@ class Cache(AnyCache):
 
     def maps_from(self, first: int) -> int:
         """The address of the tensor maps of a float16 cache's positions from `first` on."""
-        if not first:
-            return self.arrays[2].ptr
         if self._maps is None:
             (nbytes,), dtype = MAPS_LAYOUT
             shape = (-(-self.capacity // REGION), nbytes)
@@ -153,6 +148,8 @@ class Region(Filled):
     def addresses(self) -> tuple[int, ...]:
         """See `Positions`."""
         base, found = self.base, []
+        if not self.first:
+            return base.addresses
         for array in (base.k, base.v, base.k_scale, base.v_scale):
             if array is not None:
                 found.append(array.ptr + self.first * (array.nbytes // math.prod(array.shape[:3])))

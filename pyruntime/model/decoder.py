@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, replace
 from itertools import chain
+from typing import NamedTuple
 
 import numpy as np
 
@@ -45,8 +45,7 @@ def site_name(site: int, layers: int) -> str:
     return "the output norm" if layer == layers else f"layer {layer}: {SITES[tensor]}"
 
 
-@dataclass(frozen=True)
-class Shape:
+class Shape(NamedTuple):
     """What a pass is recorded for; it serves all batches that are no larger.
 
     Attributes:
@@ -79,7 +78,7 @@ class Shape:
 
     def with_all(self) -> Shape:
         """The same with all rows kept."""
-        return replace(self, kept=self.rows)
+        return self._replace(kept=self.rows)
 
     @property
     def every_row(self) -> bool:
@@ -87,8 +86,7 @@ class Shape:
         return self.kept == self.rows
 
 
-@dataclass(frozen=True)
-class Piece:
+class Piece(NamedTuple):
     """Rows [first, first + rows) of `normed`, of which logits are wanted.
 
     Attributes:
@@ -218,57 +216,65 @@ class Decoder:
 
         Each layer begins a section with its first matrix product, before which no matrix is read.
         """
-        if shape not in self._passes:
+        found = self._passes.get(shape)
+        if found is None:
             program, weights = self._record(shape), self._weights
             body = Pass(program)
             if isinstance(weights, StreamedWeights):
                 body = weights.body(program.sections, shape.kept)
-            self._passes[shape] = Recorded(body)
+            self._passes[shape] = found = Recorded(shape, body)
             if len(self._passes) > PASSES:
                 self._drop(*next(iter(self._passes.items())))
         self._passes.move_to_end(shape)
-        return self._passes[shape]
+        return found
 
     def pieces(self, shape: Shape, batch: Batch, most: int | None = None) -> list[Piece]:
         """The rows of `normed` whose logits a batch wants, up to `most` at a time."""
+        wanted, most, counted = len(batch.logits), most or shape.rows, self.live.wanted
+        in_all = batch.rows if shape.every_row else len(batch.kept)
+        if 0 < wanted == len(batch.kept) == in_all <= most:
+            return [Piece(0, wanted, counted, 0)]
         index = batch.logits if shape.every_row else batch.kept_places(batch.logits)
         found, before = [], 0
-        for first, count in runs(index, most or shape.rows):
-            all_kept = count == len(batch.kept)
-            counted = self.live.wanted if all_kept else self._counts.rows(count, count + 1)
-            found.append(Piece(first, count, counted, before))
+        for first, count in runs(index, most):
+            part = counted if count == len(batch.kept) else self._counts.rows(count, count + 1)
+            found.append(Piece(first, count, part, before))
             before += count
         return found
 
-    def head(self, shape: Shape, piece: Piece, logits: DeviceArray) -> Pass:
-        """What comes after a body of that shape: the output matrix. Logits: float32 [rows, vocab].
+    def head(self, recorded: Recorded, piece: Piece, logits: DeviceArray) -> Pass:
+        """What comes after such a body: the output matrix. Logits: float32 [rows, vocab].
 
         The caller keeps them alive while it runs, and until then asks for no other head.
         """
-        weights, rows, recorded = self._weights, piece.rows, self.recorded(shape)
-        normed = self.activations["normed"].rows(piece.first, piece.first + rows)
-        if isinstance(weights, StreamedWeights):
-            after = Program()
-            self._cap(after, logits, piece.counted)
-            return weights.head(
-                after, normed=normed, wanted=piece.counted, logits=logits, kept=shape.kept,
-                ready=not piece.before,
-            )  # fmt: skip
-        head, whole = recorded.head, rows == shape.kept
-        if head is None or not whole:
-            program = Program()
-            with program.role("head"):
-                gemm(
-                    program, self._library, a=normed, w=weights.outer["output"], c=logits,
-                    rows=piece.counted, max_rows=rows, epilogue="f32",
-                )  # fmt: skip
-            self._cap(program, logits, piece.counted)
-            head = Pass(program)
+        whole = piece.rows == recorded.shape.kept
+        head = recorded.head if whole else None
+        if head is None:
+            head = self._head(piece, logits, recorded.shape.kept)
+            if isinstance(self._weights, StreamedWeights):
+                return head
             if whole:
                 recorded.head = head
         for launch, name in zip(head.before.launches, ("c", "x"), strict=False):
             launch.point(name, logits)
         return head
+
+    def _head(self, piece: Piece, logits: DeviceArray, kept: int) -> Pass:
+        weights, rows, program = self._weights, piece.rows, Program()
+        normed = self.activations["normed"].rows(piece.first, piece.first + rows)
+        if isinstance(weights, StreamedWeights):
+            self._cap(program, logits, piece.counted)
+            return weights.head(
+                program, normed=normed, wanted=piece.counted, logits=logits, kept=kept,
+                ready=not piece.before,
+            )  # fmt: skip
+        with program.role("head"):
+            gemm(
+                program, self._library, a=normed, w=weights.outer["output"], c=logits,
+                rows=piece.counted, max_rows=rows, epilogue="f32",
+            )  # fmt: skip
+        self._cap(program, logits, piece.counted)
+        return Pass(program)
 
     def launches(self) -> Counter[str]:
         """Launches that the bodies of recorded passes had, by kernel name."""

@@ -35,7 +35,7 @@ from pyruntime.model.decoder import Decoder, Piece, Shape, site_name
 from pyruntime.model.footprint import cache_bytes, plan
 from pyruntime.model.live import NO_OVERFLOW, max_sequences
 from pyruntime.model.pipeline import Pass
-from pyruntime.model.replay import Replayer
+from pyruntime.model.replay import Recorded, Replayer
 from pyruntime.model.scores import Targets, TokenScores, token_scores
 from pyruntime.model.stats import Stats
 from pyruntime.model.streamed import StreamedWeights
@@ -55,6 +55,7 @@ class _Closable(Protocol):
 
 
 T = TypeVar("T", bound=_Closable)
+FLOAT32 = np.dtype(np.float32)
 
 
 class GpuModel:
@@ -64,7 +65,7 @@ class GpuModel:
         turns: whose call is served, see `pyruntime.turns`.
         weights: the arrays; `weights_mode`: "fp16" (dequantized at load) or "per-layer" (packed,
             dequantized a layer ahead, see `model.streamed`).
-        max_tokens: rows of one forward pass at most.
+        max_tokens, max_prompts: rows and prompts of one forward pass at most.
 
     Args:
         max_tokens: rows of one forward pass; "per-layer" takes no more than `PASS_TOKENS`.
@@ -109,6 +110,7 @@ class GpuModel:
         self.gpu_seconds = 0.0  # of the last forward pass
         self.host_span = (0.0, 0.0)  # and its first enqueue and end of waiting (perf_counter)
         self.turns = Turns()
+        self._nothing = np.empty((0, config.hidden), np.float32)  # hidden states
         self._lost = ""  # the failure that lost the device's context, if one did
         self._resources = ExitStack()
         self._underway = Underway()
@@ -148,6 +150,7 @@ class GpuModel:
         )  # fmt: skip
         self._check_memory(planned.nbytes, memory_budget)
         self.weights_mode, self.max_tokens = planned.weights, planned.max_tokens
+        self.max_prompts = max_sequences(self.max_tokens)
         self.device.spare.most = planned.nbytes["logits"]  # so that no more is held than planned
         packed = self.weights_mode == "per-layer"
         urgent = packed and not pipeline.URGENT_FILLS
@@ -185,18 +188,21 @@ class GpuModel:
     def _entry(self) -> Iterator[None]:
         """One call at a time, on a device that works; what loses its context is remembered."""
         with self.turns.turn():
-            self._finish()
-            if self._lost:
-                raise EngineError(
-                    f"the device context was lost by an earlier failure: {self._lost}"
-                )
-            if not self._open:
-                raise EngineError("this engine has been closed")
+            self._make_ready()
             try:
                 yield
             except CudaError as error:
                 self._note(error)
                 raise
+
+    def _make_ready(self) -> None:
+        """Waits for what an earlier call left under way. Raises EngineError: closed or lost."""
+        if self._underway.streams:
+            self._finish()
+        if self._lost:
+            raise EngineError(f"the device context was lost by an earlier failure: {self._lost}")
+        if not self._open:
+            raise EngineError("this engine has been closed")
 
     def _note(self, error: CudaError) -> None:
         if error.code in api.STICKY:
@@ -245,11 +251,6 @@ class GpuModel:
             return Cache(self, self.library, self.config, tokens, self.kv_dtype)
 
     @property
-    def max_prompts(self) -> int:
-        """Prompts of one pass at most."""
-        return max_sequences(self.max_tokens)
-
-    @property
     def pass_positions(self) -> int | None:
         """Positions of all prompts of a pass at most, all but the last in whole regions; None: any
         number."""
@@ -292,18 +293,24 @@ class GpuModel:
             WaitTimeoutError: the time of the turn ran out; the caches keep their lengths.
         """
         shape = (len(batch.logits), self.config.vocab)
-        if out is not None and (out.shape != shape or out.dtype != np.float32 or out.ptr % 16):
+        if out is not None and (out.shape != shape or out.dtype != FLOAT32 or out.ptr % 16):
             raise ValueError(
                 f"logits of shape {list(shape)} do not go to an {out} at {out.ptr:#x}: it must be "
                 "float32 of that shape and 16-byte aligned"
             )
-        with self._entry():
-            self._check_room(batch)  # here: another thread's call may have filled a cache
-            if out is None and len(batch.logits):
-                out = DeviceArray(self.device, shape, np.float32, what="logits", spare=True)
-            form = Shape.of(batch, self.max_tokens)
-            with self._passing(batch, form, out, out):
-                hidden = self._hidden(batch, form)
+        with self.turns.turn():  # as `_entry`, but without a generator, which takes microseconds
+            self._make_ready()
+            try:
+                form = self._begin(batch)
+                if out is None and shape[0]:
+                    out = DeviceArray(self.device, shape, FLOAT32, what="logits", spare=True)
+                with self._at_work(batch, out):
+                    self._run(batch, form, out)
+                    hidden = self._hidden(batch, form)
+            except CudaError as error:
+                self._note(error)
+                raise
+            batch.store()
         return Output(out, hidden)
 
     def score(self, batch: Batch, targets: Targets, *, most_bytes: int) -> TokenScores:
@@ -319,42 +326,34 @@ class GpuModel:
         most = max(most_bytes // (4 * vocab), 1)
         found = TokenScores.empty(targets)
         with self._entry():
-            self._check_room(batch)
-            shape = Shape.of(batch, self.max_tokens)
-            pieces = self._decoder.pieces(shape, batch, most)
+            form, decoder = self._begin(batch), self._decoder
+            pieces = decoder.pieces(form, batch, most)
             rows = max((piece.rows for piece in pieces), default=0)
             logits = DeviceArray(self.device, (rows, vocab), np.float32, what="logits of a piece")
-            with self._passing(batch, shape, None, logits):
+            with self._at_work(batch, logits):
+                self._run(batch, form, None)
                 for piece in pieces:
                     out = logits.rows(0, piece.rows)
                     with self.device.current():
-                        self._replayer.follow(self._decoder.head(shape, piece, out))
+                        self._replayer.follow(decoder.head(decoder.recorded(form), piece, out))
                         self._wait()
                     part, own = targets.within(piece.before, piece.before + piece.rows)
                     scores = token_scores(np.asarray(out), own)
                     found.log_probs[part], found.greedy[part] = scores
+            batch.store()
             logits.close()
         return found
 
-    @contextmanager
-    def _passing(
-        self, batch: Batch, shape: Shape, logits: DeviceArray | None, used: object
-    ) -> Iterator[None]:
-        """Runs a pass, and after the block, in which its last rows are there, stands by it.
-
-        `used`: the logits, or what the block lets the GPU work with instead.
-        """
-        with batch.storing(), self._at_work(batch, used):
-            self._run(batch, shape, logits)
-            if (site := self._decoder.live.overflow_site) != NO_OVERFLOW:
-                where = site_name(site, self.config.layers)
-                raise NumericalError(f"{where} holds a value beyond fp16's ±65504 or a NaN")
-            yield
+    def _begin(self, batch: Batch) -> Shape:
+        """Begins a pass, if there is room: in its turn, as another call may have filled a cache."""
+        batch.begin()
+        self._check_room(batch)
+        return Shape.of(batch, self.max_tokens)
 
     def _hidden(self, batch: Batch, shape: Shape) -> NDArray[np.float32]:
         """The hidden states that a batch wants, once its pass is over."""
         if not len(batch.hidden):
-            return np.empty((0, self.config.hidden), np.float32)
+            return self._nothing
         normed = self._decoder.activations["normed"]
         index = batch.hidden if shape.every_row else batch.kept_places(batch.hidden)
         first, last = int(index[0]), int(index[-1])
@@ -369,9 +368,9 @@ class GpuModel:
         return DeviceArray(self.device, (1, self.config.vocab), np.float32, what="logits")
 
     def _launches(self, shape: Shape, out: DeviceArray) -> list[Launch]:
-        decoder = self._decoder
+        decoder, recorded = self._decoder, self._decoder.recorded(shape)
         last = Piece(0, 1, decoder.live.wanted, 0)
-        return decoder.recorded(shape).body.launches + decoder.head(shape, last, out).launches
+        return recorded.body.launches + decoder.head(recorded, last, out).launches
 
     @contextmanager
     def staged(self, ids: ArrayLike, cache: Cache) -> Iterator[tuple[list[Launch], Stream]]:
@@ -390,9 +389,8 @@ class GpuModel:
             )
         batch = Batch.of_one(check_tokens(ids, self.config.vocab), cache, "last")
         with self._entry(), self.device.current():
-            self._check_room(batch)
-            out = self._logits_row()
-            launches = self._launches(Shape.of(batch, self.max_tokens), out)
+            form, out = self._begin(batch), self._logits_row()
+            launches = self._launches(form, out)
             with self._at_work(batch, out):
                 self._upload(batch)
                 yield launches, self._stream
@@ -403,14 +401,16 @@ class GpuModel:
         for prompt in batch.prompts:
             self.check_cache(prompt.cache)
             require_room(prompt.cache, len(prompt.ids), prompt.cache.length)
-        if len({id(cache) for cache in caches}) < len(caches):
+        if len(set(map(id, caches))) < len(caches):
             raise ValueError("two prompts of a pass share a cache")
-        for count, most, what in (
+        limits = [
             (batch.rows, self.max_tokens, "tokens"),
             (len(caches), self.max_prompts, "prompts"),
-            (self._places(batch)[-1], self.pass_positions, "positions in 8-bit caches"),
-        ):
-            if most is not None and count > most:
+        ]
+        if (positions := self.pass_positions) is not None:
+            limits.append((self._places(batch)[-1], positions, "positions in 8-bit caches"))
+        for count, most, what in limits:
+            if count > most:
                 raise ValueError(f"{count} {what} in one pass; this model was loaded for {most}")
 
     def check_cache(self, cache: object) -> None:
@@ -422,32 +422,39 @@ class GpuModel:
         cache.check_open()
 
     def _run(self, batch: Batch, shape: Shape, logits: DeviceArray | None) -> None:
-        """The pass, with its logits where they are wanted; waits for it."""
+        """The pass, with its logits where they are wanted; waits for it, and looks what it left."""
         decoder, stream = self._decoder, self._stream
-
-        def heads() -> Iterator[Pass]:
-            if logits is None:
-                return
-            for piece in decoder.pieces(shape, batch):
-                out = logits.rows(piece.before, piece.before + piece.rows)
-                yield decoder.head(shape, piece, out)
-
+        recorded = decoder.recorded(shape)
         with self.device.current():
             enqueued = time.perf_counter()
-            self._started.record(stream)
+            stream.record(self._started)
             self._upload(batch)
-            self._replayer.run(decoder.recorded(shape), heads())
+            self._replayer.run(recorded, self._heads(batch, recorded, logits))
             decoder.live.download_overflow(stream)
-            self._ended.record(stream)
+            stream.record(self._ended)
             self._wait()
             self.host_span = enqueued, time.perf_counter()
             self.gpu_seconds = self._ended.milliseconds_since(self._started) / 1e3
+        if (site := decoder.live.overflow_site) != NO_OVERFLOW:
+            where = site_name(site, self.config.layers)
+            raise NumericalError(f"{where} holds a value beyond fp16's ±65504 or a NaN")
+
+    def _heads(
+        self, batch: Batch, recorded: Recorded, logits: DeviceArray | None
+    ) -> Iterator[Pass]:
+        """What makes the logits of a batch, after its body."""
+        if logits is None:
+            return
+        for piece in self._decoder.pieces(recorded.shape, batch):
+            whole = piece.rows == logits.shape[0]
+            out = logits if whole else logits.rows(piece.before, piece.before + piece.rows)
+            yield self._decoder.head(recorded, piece, out)
 
     def _upload(self, batch: Batch) -> None:
         staging, staged = self._decoder.staging, None
         if staging is not None:
-            places = zip(self._places(batch), batch.prompts, strict=False)
-            staged = [staging.region(at, p.cache.length + len(p.ids)) for at, p in places]
+            places = zip(self._places(batch), batch.prompts, batch.starts, strict=False)
+            staged = [staging.region(at, start + len(p.ids)) for at, p, start in places]
         self._decoder.live.upload(self._stream, batch, staged=staged)
 
     @staticmethod
@@ -455,9 +462,9 @@ class GpuModel:
         """Where each prompt's positions would begin if they shared a cache, and where the last
         one's would end."""
         places = [0]
-        for prompt in batch.prompts:
+        for prompt, start in zip(batch.prompts, batch.starts, strict=True):
             places[-1] = whole_regions(places[-1])
-            places.append(places[-1] + prompt.cache.length + len(prompt.ids))
+            places.append(places[-1] + start + len(prompt.ids))
         return places
 
     def _wait(self) -> None:
@@ -466,23 +473,10 @@ class GpuModel:
         if not self._stream.synchronize(deadline.work_left()):
             raise deadline.over("the GPU was still at work on a pass")
 
-    @contextmanager
-    def _at_work(self, *used: object) -> Iterator[None]:
-        """A block that enqueues work, which uses arrays of `used`, and waits for it.
-
-        Where the block fails, what it did start is waited for here: it reads the live block. Where
-        its time has run out, or that wait is interrupted, too, the next call does (`_finish`).
-        """
+    def _at_work(self, *used: object) -> _AtWork:
+        """A block that enqueues work, which uses arrays of `used`, and waits for it."""
         self._underway.begin(self._streams, *used)
-        try:
-            yield
-        except BaseException as error:
-            self._underway.left = True
-            # A block that was never left may be dropped in another thread's turn.
-            if not isinstance(error, (WaitTimeoutError, GeneratorExit)):
-                self._settle()
-            raise
-        self._underway.end()
+        return _AtWork(self)
 
     def _settle(self) -> None:
         self._underway.begin(self._streams)  # a call within a block of `staged` may have ended it
@@ -526,6 +520,32 @@ class GpuModel:
                 self._note(error)
                 if not self._lost:
                     raise
+
+
+class _AtWork:
+    """The block of `GpuModel._at_work`, whose work has begun.
+
+    Where the block fails, what it did start is waited for here: it reads the live block. Where its
+    time has run out, or that wait is interrupted, too, the next call does (`GpuModel._finish`).
+    """
+
+    __slots__ = ("_model",)
+
+    def __init__(self, model: GpuModel) -> None:
+        self._model = model
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        underway = self._model._underway
+        if error is None:
+            underway.end()
+            return
+        underway.left = True
+        # A block that was never left may be dropped in another thread's turn.
+        if not isinstance(error, (WaitTimeoutError, GeneratorExit)):
+            self._model._settle()
 
 
 def _single(rows: int) -> Shape:

@@ -10,14 +10,13 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
-from itertools import pairwise
 
 import numpy as np
 
 from pyruntime.driver.device import Device
 from pyruntime.driver.memory import DeviceArray, PinnedBuffer
 from pyruntime.driver.stream import Stream
-from pyruntime.model.batch import Batch
+from pyruntime.model.batch import Batch, ascending
 from pyruntime.model.cache import Positions
 
 NO_OVERFLOW = 2**31 - 1
@@ -58,7 +57,8 @@ class LiveBlock:
         self.ids, self.positions, self.sequence_of, self.wanted_rows = (
             self._block.view(head + 4 * max_tokens * i, (max_tokens,), np.int32) for i in range(4)
         )
-        self._arrays = self._host.array[head:].view(np.int32).reshape(4, max_tokens)
+        self._bytes = self._host.array.data
+        self._arrays = tuple(self._host.array[head:].view(np.int32).reshape(4, max_tokens))
 
     def upload(
         self, stream: Stream, batch: Batch, *, staged: Sequence[Positions] | None = None
@@ -68,24 +68,23 @@ class LiveBlock:
         Args:
             staged: for e4m3 caches what attention reads of each: one layer, widened.
         """
-        host, count, kept = self._host.array.data, len(batch.prompts), batch.kept
+        host, count, kept = self._bytes, len(batch.prompts), batch.kept
         _LIVE.pack_into(host, 0, batch.rows, count, len(kept), NO_OVERFLOW)
-        caches = [prompt.cache for prompt in batch.prompts]
-        tables: list[tuple[struct.Struct, int, Sequence[Positions]]]
-        tables = [(_SEQUENCE, _LIVE.size, staged or caches)]
-        if staged is not None:
-            tables.append((_STORED, self._stored_at, caches))
         ids, positions, sequence_of, wanted = self._arrays
-        for i, (prompt, (first, last)) in enumerate(
-            zip(batch.prompts, pairwise(batch.first_rows), strict=True)
-        ):
-            start = prompt.cache.length
-            for layout, at, sources in tables:
-                head = (first, last - first, start, sources[i].stride, *sources[i].addresses)
-                layout.pack_into(host, at + i * layout.size, *head)
+        at, stored_at, first = _LIVE.size, self._stored_at, 0
+        for i, (prompt, start) in enumerate(zip(batch.prompts, batch.starts, strict=True)):
+            rows, cache = len(prompt.ids), prompt.cache
+            if staged is not None:
+                _STORED.pack_into(
+                    host, stored_at, first, rows, start, cache.stride, *cache.addresses
+                )
+                stored_at, cache = stored_at + _STORED.size, staged[i]
+            _SEQUENCE.pack_into(host, at, first, rows, start, cache.stride, *cache.addresses)
+            last = first + rows
             ids[first:last] = prompt.ids
-            positions[first:last] = np.arange(start, start + last - first)
+            positions[first:last] = ascending(start, start + rows)
             sequence_of[first:last] = i
+            at, first = at + _SEQUENCE.size, last
         wanted[: len(kept)] = kept
         stream.copy_to_device(self._block.ptr, self._host.ptr, self._block.nbytes)
 
@@ -96,7 +95,7 @@ class LiveBlock:
     @property
     def overflow_site(self) -> int:
         """The word that `download_overflow` brought, once the stream has been waited for."""
-        site: int = _LIVE.unpack_from(self._host.array.data)[3]
+        site: int = _LIVE.unpack_from(self._bytes)[3]
         return site
 
     def close(self) -> None:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from pyruntime.model.batch import whole_regions
 
 
-@dataclass(frozen=True)
-class Part:
+class Part(NamedTuple):
     """Tokens [first, last) of prompt `prompt`, whose keys and values begin at `region`."""
 
     prompt: int
@@ -40,12 +39,11 @@ def passes(
     used = region = 0
     for prompt, length in enumerate(lengths):
         end = (starts[prompt] if starts else 0) + length
-        full = (
+        if held and (
             used + length > rows
             or len(held) == prompts
             or (positions is not None and region + end > positions)
-        )
-        if held and full:
+        ):
             yield held
             held, used, region = [], 0, 0
         if length > rows:

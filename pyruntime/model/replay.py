@@ -16,6 +16,7 @@ import time
 from collections.abc import Iterable
 from contextlib import ExitStack
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from pyruntime.driver import api
 from pyruntime.driver.graph import Graph
@@ -24,6 +25,9 @@ from pyruntime.errors import CudaError, OutOfMemoryError
 from pyruntime.model.pipeline import Pass
 from pyruntime.model.stats import Stats
 
+if TYPE_CHECKING:
+    from pyruntime.model.decoder import Shape
+
 log = logging.getLogger("pyruntime")
 
 
@@ -31,6 +35,7 @@ class Recorded:
     """A pass up to the output norm (`body`), and what has become of it so far.
 
     Attributes:
+        shape: what it was recorded for.
         head: what comes after it, once there is such a thing; its logits change their address from
             pass to pass.
         runs: how often it has been enqueued whole. graph: of the body, once there is one.
@@ -38,7 +43,8 @@ class Recorded:
         refused: that it could not be captured.
     """
 
-    def __init__(self, body: Pass) -> None:
+    def __init__(self, shape: Shape, body: Pass) -> None:
+        self.shape = shape
         self.body = body
         self.head: Pass | None = None
         self.runs = self.enqueued = 0

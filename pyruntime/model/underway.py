@@ -38,5 +38,5 @@ class Underway:
 
     def end(self) -> None:
         """Says that all is done."""
-        self.streams.clear()
         self.left, self._used = False, ()
+        self.streams.clear()

@@ -54,6 +54,8 @@ class ReferenceModel:
     after construction. One call at a time: `turns` is there for who has several threads.
     """
 
+    gpu_seconds = 0.0
+
     def __init__(
         self,
         file: GGUFFile,
@@ -139,10 +141,10 @@ class ReferenceModel:
         Raises ValueError for a cache of another model or without room for its prompt, and
         NumericalError where a value is not finite; the caches then keep their lengths.
         """
-        with batch.storing():
-            rows = list(zip(batch.prompts, self._normed(batch), strict=True))
-            hidden = np.concatenate([x[p.hidden] for p, x in rows])
-            logits = [self._logits(x[p.logits]) for p, x in rows]
+        rows = list(zip(batch.prompts, self._normed(batch), strict=True))
+        hidden = np.concatenate([x[p.hidden] for p, x in rows])
+        logits = [self._logits(x[p.logits]) for p, x in rows]
+        batch.store()
         return Output(np.concatenate(logits) if len(batch.logits) else None, hidden)
 
     def score(self, batch: Batch, targets: Targets, *, most_bytes: int) -> TokenScores:
@@ -153,18 +155,19 @@ class ReferenceModel:
             most_bytes: of logits at a time; one row is always made.
         """
         most, found = max(most_bytes // (4 * self.config.vocab), 1), TokenScores.empty(targets)
-        with batch.storing():
-            rows = zip(batch.prompts, self._normed(batch), strict=True)
-            x = np.concatenate([x[p.logits] for p, x in rows])
-            for first in range(0, len(x), most):
-                part, own = targets.within(first, first + most)
-                scores = token_scores(self._logits(x[first : first + most]), own)
-                found.log_probs[part], found.greedy[part] = scores
+        rows = zip(batch.prompts, self._normed(batch), strict=True)
+        x = np.concatenate([x[p.logits] for p, x in rows])
+        for first in range(0, len(x), most):
+            part, own = targets.within(first, first + most)
+            scores = token_scores(self._logits(x[first : first + most]), own)
+            found.log_probs[part], found.greedy[part] = scores
+        batch.store()
         return found
 
     def _normed(self, batch: Batch) -> list[Array]:
-        """Of each prompt the rows after the output norm, [nt, hidden]; those that nothing is
-        wanted of are left undefined."""
+        """Begins a pass: of each prompt the rows after the output norm, [nt, hidden]; those that
+        nothing is wanted of are left undefined."""
+        batch.begin()
         caches = [prompt.cache for prompt in batch.prompts]
         for prompt in batch.prompts:
             self.check_cache(prompt.cache)

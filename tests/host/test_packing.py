@@ -83,7 +83,9 @@ def batch(*prompts: tuple[int, list[int], list[int]], start: int = 0) -> Batch:
     def rows(values: list[int]) -> Any:
         return np.array(values, np.int32)
 
-    return Batch([Prompt(rows([0] * n), Fixed(start), rows(a), rows(b)) for n, a, b in prompts])
+    found = Batch([Prompt(rows([0] * n), Fixed(start), rows(a), rows(b)) for n, a, b in prompts])
+    found.begin()
+    return found
 
 
 def test_rows_of_a_batch() -> None:
