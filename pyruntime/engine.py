@@ -46,6 +46,7 @@ class Model(calls.Model, Protocol):
     config: ModelConfig
     fingerprint: str
     turns: Turns
+    gpu_seconds: float
 
     def new_cache(self, tokens: int) -> Any: ...
     def run(self, batch: Batch) -> Output: ...
@@ -396,8 +397,7 @@ class Engine:
         gathered = Gathered(asked)
 
         def step(batch: Batch, parts: list[Part]) -> None:
-            given = self._model.run(batch)
-            gathered.take(batch, parts, given.logits, given.hidden)
+            gathered.take(batch, parts, self._model.run(batch))
 
         timings = self._run(asked, step, deadline, reuse)
         timings["wall"] = time.perf_counter() - started
@@ -417,30 +417,20 @@ class Engine:
         reuse: bool = False,
     ) -> dict[str, float]:
         """Makes the passes of all calls, and returns the seconds that the GPU took, if one did."""
-        timings: dict[str, float] = {}
-        done = 0
-
-        def timed(batch: Batch, parts: list[Part]) -> None:
-            nonlocal done
-            if deadline.work_left() == 0:
-                count = sum(len(call.ids) for call in asked)
-                raise deadline.over(f"{done} of {count} tokens were done")
-            step(batch, parts)
-            done += batch.rows
-            if seconds := getattr(self._model, "gpu_seconds", 0.0):
-                timings["gpu"] = timings.get("gpu", 0.0) + seconds
-
-        self._check_open()
-        with self._model.turns.turn(deadline):
-            self._check_open()
+        model = self._model
+        self._check_closed()
+        with model.turns.turn(deadline):
+            self._check_closed()
             context, most = self.config.context_length, self._kv_limit
-            calls.check_room(self._model, asked, context, most=most, reuse=reuse)
+            calls.check_room(model, asked, context, most=most, reuse=reuse)
             for call in asked if reuse else ():
                 call.reuse()
             stateless = [len(call.ids) for call in asked if call.cache is None]
             scratch = self._scratch(max(stateless)) if stateless else None
-            calls.run(self._model, asked, timed, rows=self.max_tokens, scratch=scratch)
-        return timings
+            seconds = calls.run(
+                model, asked, step, rows=self.max_tokens, scratch=scratch, deadline=deadline
+            )
+        return {"gpu": seconds} if seconds else {}
 
     def score(
         self,
@@ -628,9 +618,12 @@ class Engine:
             self._cache = self._model.new_cache(max(tokens, self.kv_tokens))
         return self._cache
 
-    def _check_open(self) -> None:
+    def _check_closed(self) -> None:
         if self._closed:
             raise EngineError("this engine has been closed")
+
+    def _check_open(self) -> None:
+        self._check_closed()
         self._model.turns.check_process()
 
     def close(self) -> None:

@@ -10,8 +10,9 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from pyruntime.model.any_cache import AnyCache
-from pyruntime.model.batch import NONE, Batch, Prompt, Rows, require_room
+from pyruntime.model.batch import NONE, Batch, Output, Prompt, Rows, ascending, require_room
 from pyruntime.model.packing import Part, passes
+from pyruntime.turns import Deadline
 
 Hidden = Literal["last", "mean"] | None
 T = TypeVar("T")
@@ -19,7 +20,9 @@ U = TypeVar("U")
 
 
 class Model(Protocol):
-    """What of a backend the passes depend on."""
+    """What of a backend the passes depend on. `gpu_seconds`: what the last one took of a GPU."""
+
+    gpu_seconds: float
 
     kv_dtype: str
 
@@ -97,9 +100,9 @@ def wanted_logits(logits: Any, nt: int) -> Rows:
             case "none":
                 return NONE
             case "last":
-                return np.array([nt - 1], np.int32)
+                return ascending(nt - 1, nt)
             case "all":
-                return np.arange(nt, dtype=np.int32)
+                return ascending(0, nt)
         raise ValueError(f"logits={logits!r}: 'none', 'last', 'all' or positions")
     rows = np.asarray(logits)
     if rows.ndim != 1 or rows.dtype.kind not in "iu" or not rows.size:
@@ -175,42 +178,53 @@ def run(
     *,
     rows: int,
     scratch: Any,
-) -> None:
+    deadline: Deadline,
+) -> float:
     """Runs the passes of all calls; their caches are filled for all of them, or for none.
 
     Args:
         step: makes a pass; `Part.prompt` is the place of its call.
         rows: of a pass at most.
         scratch: a cache for calls that have none, with room for each; None if there are no such.
+
+    Returns: the seconds that they took of a GPU.
+
+    Raises WaitTimeoutError: no time was left for a pass.
     """
-    starts = [call.start for call in calls]
-    limits = [model.pass_positions, None if scratch is None else scratch.capacity]
+    starts, done, seconds = [call.start for call in calls], 0, 0.0
+    limits = [] if scratch is None else [scratch.capacity]
+    if model.pass_positions is not None:
+        limits.append(model.pass_positions)
     plan = passes(
         [len(call.ids) for call in calls],
         starts=starts,
         rows=rows,
         prompts=model.max_prompts,
-        positions=min((n for n in limits if n is not None), default=None),
+        positions=min(limits, default=None),
     )
-    regions: dict[int, Any] = {}
-
-    def cache_of(part: Part) -> Any:
-        call = calls[part.prompt]
-        if call.cache is not None:
-            return call.cache
-        if part.prompt not in regions:
-            regions[part.prompt] = scratch.region(part.region, len(call.ids))
-        return regions[part.prompt]
-
+    caches = [call.cache for call in calls]
     try:
         for parts in plan:
-            prompts = [_prompt(calls[part.prompt], part, cache_of(part)) for part in parts]
-            step(Batch(prompts), parts)
+            if deadline.work_left() == 0:
+                count = sum(len(call.ids) for call in calls)
+                raise deadline.over(f"{done} of {count} tokens were done")
+            prompts = []
+            for part in parts:
+                call, cache = calls[part.prompt], caches[part.prompt]
+                if cache is None:
+                    cache = scratch.region(part.region, len(call.ids))
+                    caches[part.prompt] = cache
+                prompts.append(_prompt(call, part, cache))
+            batch = Batch(prompts)
+            step(batch, parts)
+            done += batch.rows
+            seconds += model.gpu_seconds
     except BaseException:
         for call, start in zip(calls, starts, strict=True):
             if call.cache is not None:
                 call.cache.truncate(min(start, call.cache.length))  # less if a thread cut it
         raise
+    return seconds
 
 
 def _prompt(call: Call, part: Part, cache: Any) -> Prompt:
@@ -232,15 +246,16 @@ class Gathered:
         self._logits: list[Any] = [None] * len(calls)
         self._sums: list[Any] = [0.0] * len(calls)
 
-    def take(self, batch: Batch, parts: list[Part], logits: Any, hidden: NDArray[Any]) -> None:
-        """What a pass gave: logits [rows, vocab] or None, and hidden states [rows, hidden]."""
+    def take(self, batch: Batch, parts: list[Part], given: Output) -> None:
+        """What a pass gave."""
         row = state = 0
         for prompt, part in zip(batch.prompts, parts, strict=True):
             rows, states = len(prompt.logits), len(prompt.hidden)
             if rows:
-                self._add(part, _rows(logits, row, row + rows, len(batch.logits)))
+                self._add(part, _rows(given.logits, row, row + rows, len(batch.logits)))
             if states:
-                self._sums[part.prompt] += hidden[state : state + states].sum(0, dtype=np.float64)
+                hidden = given.hidden[state : state + states]
+                self._sums[part.prompt] += hidden.sum(0, dtype=np.float64)
             row, state = row + rows, state + states
 
     def _add(self, part: Part, own: Any) -> None:
