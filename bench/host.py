@@ -1,126 +1,310 @@
 """What the host does for a prefill, on a GPU: microseconds per pass, enqueued and replayed.
 
-    python bench/host.py [--nt 1 16 128 512] [--weights fp16|per-layer] [--model FILE] [--json]
+    python bench/host.py [--nt 1 16 128 512] [--weights fp16|per-layer] [--model FILE] [--save OUT]
 
-For each length and both ways of `graphs`:
+For each length, after a rest ("burst": the host's caches have turned to other things by then, too)
+and back to back ("sustained"), for both ways of `graphs`, one after the other in time:
 
-enqueue   from the first call of the driver for a pass to its last: the time that a GPU may wait
-cpu       CPU time of the calling thread in `prefill`, its wait for the GPU included (the driver
-          may spin there), and without it
-before    from the call to the first enqueue: token ids are checked, logits get their memory
-gpu, wall milliseconds, as `Result.timings` has them
-capture   what making the graph took
+allocation  making the array for the logits: its memory is spare, or comes from the driver
+before      the rest until the first enqueue: ids are checked, the turn is taken
+enqueue     from there until the host waits: the time that a GPU may wait
+wait        until the stream is done
+after       from there until `prefill` returns
+drop        of the result, whose logits are spare then, or freed
 
-Medians; rounds of both ways alternate, and each rests before it. Every raw value goes into --json.
+and, beside these, cpu: CPU time of the calling thread in `prefill`, the wait included (the driver
+may spin there), and without it; gpu, wall: milliseconds, as `Result.timings` has them; what making
+the graph took. Medians are shown; rounds of both ways alternate.
+
+Apart from these, as watching takes time: how long each function of the driver takes in a prefill;
+what a launch takes, as a bare call of the driver with all arguments made before, and through
+`Program.enqueue`; and what many calls in a row allocate, on the device and on the host. The exit
+code is 1 if logits differ between the ways or if such calls allocate device memory.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+import tracemalloc
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 
 from pyruntime import Engine
+from pyruntime.driver import api
+from pyruntime.driver.memory import DeviceArray
+from pyruntime.driver.program import Program
 from pyruntime.driver.stream import Stream
 from pyruntime.measure.launches import gpu_model
+from pyruntime.measure.records import identity, save_record
+from pyruntime.measure.series import REGIMES
 
 LENGTHS = (1, 16, 128, 512)
-ROUNDS, REST = 21, 0.03
+ROUNDS, CALLS = 21, 1000
 WAYS = ("off", "auto")
+PARTS = ("allocation_us", "before_us", "enqueue_us", "wait_us", "after_us", "drop_us")
+BESIDE = ("cpu_us", "cpu_without_wait_us", "gpu_ms", "wall_ms")
 
 
-class Waits:
-    """When the last wait for a stream began, and the CPU time of the thread before and after."""
+class Watch:
+    """Within its block it times waits for streams, and the making of arrays.
+
+    Attributes:
+        began, ended: of the last wait (perf_counter). cpu: seconds of the thread in it.
+        allocation: seconds that arrays took since this was set to 0.
+    """
 
     def __init__(self) -> None:
-        self.began = self.cpu = 0.0
-        wait: Callable[[Stream], None] = Stream.synchronize
+        self.began = self.ended = self.cpu = self.allocation = 0.0
+        self._patches = ExitStack()
 
-        def timed(stream: Stream) -> None:
+    def __enter__(self) -> Watch:
+        wait: Callable[[Stream, float | None], bool] = Stream.synchronize
+        make: Callable[..., None] = DeviceArray.__init__
+
+        def timed_wait(stream: Stream, seconds: float | None = None) -> bool:
             self.began, before = time.perf_counter(), time.thread_time()
-            wait(stream)
-            self.cpu = time.thread_time() - before
+            done = wait(stream, seconds)
+            self.cpu, self.ended = time.thread_time() - before, time.perf_counter()
+            return done
 
-        Stream.synchronize = timed  # type: ignore[method-assign]
+        def timed_make(array: DeviceArray, *args: Any, **options: Any) -> None:
+            began = time.perf_counter()
+            make(array, *args, **options)
+            self.allocation += time.perf_counter() - began
+
+        self._patches.enter_context(patch.object(Stream, "synchronize", timed_wait))
+        self._patches.enter_context(patch.object(DeviceArray, "__init__", timed_make))
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        self._patches.close()
 
 
-def call(engine: Engine, ids: Any, waits: Waits) -> dict[str, float]:
-    time.sleep(REST)
+class Timed:
+    """The module of the driver; `spent` has the seconds of each call, by function."""
+
+    def __init__(self, driver: Any) -> None:
+        self._driver = driver
+        self.spent: dict[str, list[float]] = {}
+
+    def __getattr__(self, name: str) -> Any:
+        thing = getattr(self._driver, name)
+        if not (name.startswith("cu") and name[2].isupper()):
+            return thing
+
+        def timed(*args: Any) -> Any:
+            began = time.perf_counter()
+            answer = thing(*args)
+            self.spent.setdefault(name, []).append(time.perf_counter() - began)
+            return answer
+
+        setattr(self, name, timed)
+        return timed
+
+
+@contextmanager
+def timed_driver() -> Iterator[Timed]:
+    timed = Timed(api.bindings())
+    with patch.object(api, "bindings", lambda: timed):
+        yield timed
+
+
+def call(engine: Engine, ids: Any, watch: Watch, rest: float) -> dict[str, float]:
+    if rest:
+        time.sleep(rest)
+    watch.allocation = 0.0
     started, cpu = time.perf_counter(), time.thread_time()
-    timings = engine.prefill(ids).timings
+    result = engine.prefill(ids)
     cpu = time.thread_time() - cpu
+    returned = time.perf_counter()
+    timings, allocation = result.timings, watch.allocation
+    dropped = time.perf_counter()
+    del result
+    gone = time.perf_counter()
     first, _ = gpu_model(engine).host_span
     return {
-        "enqueue_us": 1e6 * (waits.began - first),
+        "allocation_us": 1e6 * allocation,
+        "before_us": 1e6 * (first - started - allocation),
+        "enqueue_us": 1e6 * (watch.began - first),
+        "wait_us": 1e6 * (watch.ended - watch.began),
+        "after_us": 1e6 * (returned - watch.ended),
+        "drop_us": 1e6 * (gone - dropped),
         "cpu_us": 1e6 * cpu,
-        "cpu_without_wait_us": 1e6 * (cpu - waits.cpu),
-        "before_us": 1e6 * (first - started),
+        "cpu_without_wait_us": 1e6 * (cpu - watch.cpu),
         "gpu_ms": 1e3 * timings["gpu"],
         "wall_ms": 1e3 * timings["wall"],
     }
 
 
-def measure(path: Path, lengths: list[int], weights: str) -> dict[str, Any]:
-    waits, rows = Waits(), {}
+def driver_calls(engine: Engine, ids: Any, rounds: int) -> dict[str, dict[str, Any]]:
+    """Of a prefill and the drop of its result: calls by function, and us of all together.
+
+    Back to back.
+    """
+    found: dict[str, dict[str, Any]] = {}
+    with timed_driver() as timed:
+        for _ in range(rounds):
+            timed.spent.clear()
+            engine.prefill(ids)
+            for name, seconds in timed.spent.items():
+                row = found.setdefault(name, {"calls": [], "us": []})
+                row["calls"].append(len(seconds))
+                row["us"].append(1e6 * sum(seconds))
+    return found
+
+
+def launch_costs(engine: Engine, ids: Any, rounds: int) -> dict[str, list[float]]:
+    """Microseconds that a launch takes the host, on average over those of a prefill."""
+    model = gpu_model(engine)
+    with model.staged(ids, engine.new_cache(len(ids))) as (launches, stream):
+        program, launch_kernel = Program(launches), api.bindings().cuLaunchKernelEx
+
+        def bare() -> None:
+            for arguments in made:
+                launch_kernel(*arguments)
+
+        def enqueue() -> None:
+            program.enqueue(stream, overlap=model.overlap)
+
+        enqueue()
+        stream.synchronize()
+        made = [
+            (x.overlapping if i and model.overlap else x.config, x.function, x.arguments, 0)
+            for i, x in enumerate(launches)
+        ]
+        ways, us = {"bare": bare, "program": enqueue}, {"bare": [], "program": []}
+        for _ in range(rounds):
+            for name, run in ways.items():
+                began = time.perf_counter()
+                run()
+                us[name].append(1e6 * (time.perf_counter() - began) / len(made))
+                stream.synchronize()
+    return us
+
+
+def steady(engine: Engine, ids: Any, calls: int) -> dict[str, Any]:
+    """What so many calls in a row allocate, each result living until the next one is there.
+
+    `growth_bytes`: of Python's memory, in as many calls again.
+    """
+    for _ in range(4):
+        result = engine.prefill(ids)
+    with timed_driver() as timed:
+        for _ in range(calls):
+            result = engine.prefill(ids)
+    made = {name: len(seconds) for name, seconds in timed.spent.items()}
+    tracemalloc.start()
+    for count in (4, calls):
+        gc.collect()
+        before, _ = tracemalloc.get_traced_memory()
+        for _ in range(count):
+            result = engine.prefill(ids)
+        gc.collect()
+        after, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    del result
+    memory = {n: count for n, count in made.items() if n.startswith(("cuMemAlloc", "cuMemFree"))}
+    return {"calls": calls, "device_memory_calls": memory, "growth_bytes": after - before}
+
+
+def measure(
+    path: Path, lengths: list[int], weights: str, rounds: int, calls: int, commit: str | None
+) -> dict[str, Any]:
+    rows: dict[str, Any] = {}
     options: dict[str, Any] = {
         "device": "cuda:0", "weights": weights, "max_tokens": max(lengths),
         "kv_tokens": max(lengths),
     }  # fmt: skip
     engines = {way: Engine.load(path, graphs=way, **options) for way in WAYS}
+    replaying = engines["auto"]
     random = np.random.default_rng(0)
-    for nt in lengths:
-        ids = random.integers(0, engines["off"].config.vocab, nt)
-        before = engines["auto"].stats()
+    prompts = {nt: random.integers(0, replaying.config.vocab, nt) for nt in lengths}
+    for nt, ids in prompts.items():
+        before = replaying.stats()
         for engine in engines.values():
             for _ in range(4):
                 engine.prefill(ids)
-        after = engines["auto"].stats()
-        samples: dict[str, list[dict[str, float]]] = {way: [] for way in WAYS}
-        for _ in range(ROUNDS):
-            for way, engine in engines.items():
-                samples[way].append(call(engine, ids, waits))
+        after = replaying.stats()
+        samples: dict[tuple[str, str], list[dict[str, float]]] = defaultdict(list)
+        with Watch() as watch:
+            for name, regime in REGIMES.items():
+                for _ in range(rounds):
+                    for way, engine in engines.items():
+                        samples[name, way].append(call(engine, ids, watch, regime.rest))
         same = [np.asarray(engine.prefill(ids).logits) for engine in engines.values()]
         rows[f"nt{nt}"] = {
-            **{way: {k: [s[k] for s in found] for k in found[0]} for way, found in samples.items()},
-            "launches": len(gpu_model(engines["auto"]).recorded(nt)),
+            "samples": [
+                {"regime": name, "graphs": way} | {k: [x[k] for x in found] for k in found[0]}
+                for (name, way), found in samples.items()
+            ],
+            "driver": driver_calls(replaying, ids, rounds),
+            "launches": len(gpu_model(replaying).recorded(nt)),
             "capture_ms": after.capture_ms - before.capture_ms,
             "graph_bytes": after.graph_bytes - before.graph_bytes,
             "bit_equal": bool(np.array_equal(*same)),
         }
-    stats = vars(engines["auto"].stats())
+    model, longest = gpu_model(replaying), max(lengths)
+    record = identity(model.device, model.recorded(longest), commit) | {
+        "weights": weights,
+        "lengths": rows,
+        "steady": steady(replaying, prompts[min(lengths)], calls),
+        "stats": vars(replaying.stats()),
+    }
+    if weights == "fp16":  # others run on two streams
+        record["launch_us"] = launch_costs(engines["off"], prompts[longest], rounds)
     for engine in engines.values():
         engine.close()
-    return {"weights": weights, "lengths": rows, "stats": stats}
+    return record
 
 
-def report(figures: dict[str, Any]) -> None:
-    print(f"weights {figures['weights']}")
-    names = ("enqueue_us", "cpu_us", "cpu_without_wait_us", "before_us", "gpu_ms", "wall_ms")
-    print(f"{'':12}" + "".join(f"{name:>21}" for name in names))
-    for length, row in figures["lengths"].items():
-        for way in WAYS:
-            medians = "".join(f"{statistics.median(row[way][name]):21.2f}" for name in names)
-            print(f"{length + ' ' + way:12}{medians}")
+def report(record: dict[str, Any]) -> None:
+    print(f"{record['device']}, weights {record['weights']}")
+    for names in (PARTS, BESIDE):
+        print(f"{'':22}" + "".join(f"{name:>21}" for name in names))
+        for length, row in record["lengths"].items():
+            for found in row["samples"]:
+                medians = "".join(f"{statistics.median(found[name]):21.2f}" for name in names)
+                print(f"{length:6} {found['regime']:9} {found['graphs']:5}{medians}")
+    for length, row in record["lengths"].items():
         print(
-            f"{'':12}{row['launches']} launches, capture {row['capture_ms']:.2f} ms, "
-            f"{row['graph_bytes']:,} bytes, bit-equal: {row['bit_equal']}"
+            f"{length}: {row['launches']} launches, capture {row['capture_ms']:.2f} ms, "
+            f"{row['graph_bytes']:,} bytes, bit-equal: {row['bit_equal']}; a replay's driver calls:"
         )
+        for name, found in row["driver"].items():
+            calls, us = statistics.median(found["calls"]), statistics.median(found["us"])
+            print(f"  {name:<28}{calls:>5.0f}{us:>10.2f} us")
+    if costs := record.get("launch_us"):
+        bare, ours = (statistics.median(costs[name]) for name in ("bare", "program"))
+        print(f"a launch: {bare:.2f} us bare, {ours:.2f} us by Program.enqueue, {ours / bare:.2f}x")
+    found = record["steady"]
+    print(
+        f"{found['calls']} calls in a row: device memory {found['device_memory_calls'] or 'kept'}, "
+        f"Python's grew by {found['growth_bytes']:,} bytes"
+    )
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
     parser.add_argument("--json", action="store_true")
+    parser.add_argument("--save", type=Path)
+    parser.add_argument("--commit", help="recorded instead of asking git")
     parser.add_argument("--model", type=Path, help="a Qwen2.5-7B shaped file, instead of a new one")
     parser.add_argument("--weights", default="fp16", help="fp16 (default) or per-layer")
     parser.add_argument("--nt", type=int, nargs="+", default=list(LENGTHS))
+    parser.add_argument("--rounds", type=int, default=ROUNDS)
+    parser.add_argument("--calls", type=int, default=CALLS, help="in a row")
     args = parser.parse_args()
     from pyruntime.tools.synth import main as synth
 
@@ -130,13 +314,15 @@ def main() -> int:
             stdout, sys.stdout = sys.stdout, sys.stderr
             synth(["qwen2.5-7b", str(path)])
             sys.stdout = stdout
-        figures = measure(path, args.nt, args.weights)
+        record = measure(path, args.nt, args.weights, args.rounds, args.calls, args.commit)
+    if args.save:
+        save_record(args.save, "host", record)
     if args.json:
-        print(json.dumps(figures))
+        print(json.dumps(record))
     else:
-        report(figures)
-    equal = all(row["bit_equal"] for row in figures["lengths"].values())
-    return 0 if equal else 1
+        report(record)
+    equal = all(row["bit_equal"] for row in record["lengths"].values())
+    return 0 if equal and not record["steady"]["device_memory_calls"] else 1
 
 
 if __name__ == "__main__":
