@@ -65,6 +65,9 @@ class Deadline:
 NEVER = Deadline()
 
 
+_WITHIN = nullcontext()  # of a turn that the thread has
+
+
 class Turns:
     """A lock that threads get in the order in which they ask; who has it may ask again.
 
@@ -103,7 +106,7 @@ class Turns:
         """
         self.check_process()
         deadline = Deadline.of(timeout)
-        return nullcontext() if self._is_mine() else _Turn(self, deadline)
+        return _WITHIN if self._is_mine() else _Turn(self, deadline)
 
 
 class _Turn:
@@ -118,30 +121,37 @@ class _Turn:
         self.__exit__ = turns._lock.__exit__
 
     def __enter__(self) -> None:
-        lock, queue, began = self._turns._lock, self._turns._queue, time.monotonic()
-        gate = threading.Lock()
-        gate.acquire()
+        turns = self._turns
+        lock = turns._lock
         try:
-            try:
-                queue.append(gate)
-                if not ((queue[0] is gate or self._got(gate)) and self._got(lock)):
-                    waited = f"waited {time.monotonic() - began:.3f} s for this call's turn"
-                    raise BusyError(f"busy: {waited}; calls before it: {queue.index(gate) + 1}")
-                self._turns.deadline = self._deadline
-            finally:
-                try:
-                    queue.remove(gate)
-                finally:
-                    try:  # noqa: SIM105 (a call of `suppress` could be interrupted)
-                        queue[0].release()
-                    except (IndexError, RuntimeError):
-                        pass  # nobody waits, or the first one's gate is open already
+            if turns._queue or not lock.acquire(blocking=False):
+                self._join()
+            turns.deadline = self._deadline
         except BaseException:
-            try:  # noqa: SIM105
+            try:  # noqa: SIM105 (a call of `suppress` could be interrupted)
                 lock.release()
             except RuntimeError:
                 pass  # it had not been got
             raise
+
+    def _join(self) -> None:
+        """Waits in the queue until the thread has the lock."""
+        lock, queue, began = self._turns._lock, self._turns._queue, time.monotonic()
+        gate = threading.Lock()
+        gate.acquire()
+        try:
+            queue.append(gate)
+            if not ((queue[0] is gate or self._got(gate)) and self._got(lock)):
+                waited = f"waited {time.monotonic() - began:.3f} s for this call's turn"
+                raise BusyError(f"busy: {waited}; calls before it: {queue.index(gate) + 1}")
+        finally:
+            try:
+                queue.remove(gate)
+            finally:
+                try:  # noqa: SIM105
+                    queue[0].release()
+                except (IndexError, RuntimeError):
+                    pass  # nobody waits, or the first one's gate is open already
 
     def _got(self, lock: threading.Lock | threading.RLock) -> bool:
         left = self._deadline.left()

@@ -138,9 +138,10 @@ def check_room(
 
     Raises ValueError.
     """
-    given = [id(call.cache) for call in asked if call.cache is not None]
-    if len(set(given)) < len(given):
-        raise ValueError("cache: two prompts share one")
+    if len(asked) > 1:
+        given = [id(call.cache) for call in asked if call.cache is not None]
+        if len(set(given)) < len(given):
+            raise ValueError("cache: two prompts share one")
     for call in asked:
         try:
             _check_room(model, call, context, most, reuse)

@@ -65,7 +65,6 @@ def test_threads_are_served_in_the_order_in_which_they_came() -> None:
             served.append(number)
 
     with taken(turns) as over:
-        joined.acquire()
         threads = []
         for number in range(30):
             threads.append(start(ask, number))
@@ -132,7 +131,6 @@ def test_busy_says_how_long_it_waited_and_how_many_were_before(timeout: float) -
     turns, joined = Turns(), threading.Semaphore(0)
     turns._queue = NotedQueue(joined.release)
     with taken(turns):
-        joined.acquire()
         waiting = []
         for before in (1, 2, 3):
             text = rf"^busy: waited \d+\.\d{{3}} s for this call's turn; calls before it: {before}$"
@@ -170,7 +168,6 @@ def test_a_signal_takes_a_thread_out_of_the_queue() -> None:
     usual = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         with taken(turns):
-            joined.acquire()
             threads.append(start(turn_and_go, turns))
             joined.acquire()
             threads.append(start(interrupt))
