@@ -66,6 +66,20 @@ def test_results_outlive_their_engine() -> None:
     assert np.array_equal(np.asarray(result.logits), expected)
 
 
+def test_logits_in_memory_of_earlier_ones_are_whole() -> None:
+    with load() as engine:
+        prompts = ([1, 2, 3], [4] * 40, [5])
+        kept = [engine.prefill(ids).logits for ids in prompts]
+        expected = [np.asarray(logits) for logits in kept]
+        addresses = set()
+        for _ in range(3):
+            for ids, logits in zip(prompts, expected, strict=True):
+                result = engine.prefill(ids)
+                assert np.array_equal(np.asarray(result.logits), logits)
+                addresses.add(result.logits.ptr)
+        assert len(addresses) == 2 and not addresses & {logits.ptr for logits in kept}
+
+
 def test_a_cache_of_another_engine_is_refused() -> None:
     with load() as engine, load() as other, pytest.raises(ValueError, match="another model"):
         engine.prefill([1], cache=other.new_cache(4))
