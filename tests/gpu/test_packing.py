@@ -84,6 +84,18 @@ def test_rows_that_are_asked_for(stem: str, weights: str) -> None:
             assert difference(found, every[rows]) <= TOLERANCE["f16"]
 
 
+@WEIGHTS
+@pytest.mark.parametrize("stem", STEMS)
+def test_logits_of_some_rows_where_all_are_kept(stem: str, weights: str) -> None:
+    """Of an odd number of columns."""
+    with engine_for(stem, weights=weights) as engine:
+        prompts = made_up(engine)
+        for result, ids in zip(engine.prefill(prompts, hidden="mean"), prompts, strict=True):
+            alone = engine.prefill(ids, hidden="mean")
+            assert difference(result.logits, alone.logits) <= TOLERANCE["f16"]
+            assert difference(result.hidden, alone.hidden) <= TOLERANCE["f16"]
+
+
 def test_a_pass_without_logits_fills_the_cache() -> None:
     with engine_for(STEMS[0]) as engine:
         (ids,) = made_up(engine, [90])
