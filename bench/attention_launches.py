@@ -44,8 +44,10 @@ class Prompt:
         addresses = tuple(array.ptr for array in self._arrays)
         cache = SimpleNamespace(length=0, stride=self._rows, addresses=addresses)
         self._block, ids = LiveBlock(library.device, self._rows), np.zeros(self._rows, np.int32)
+        batch = Batch([Part(ids, cache)])
+        batch.begin()
         with library.device.current():
-            self._block.upload(stream, Batch([Part(ids, cache)]))
+            self._block.upload(stream, batch)
         self._workspace = Workspace(
             library, head_dim=self._head_dim, heads=self._heads, max_rows=self._rows,
             max_sequences=1,

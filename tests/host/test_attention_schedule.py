@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ from pyruntime.driver.device import Device
 from pyruntime.driver.library import Kernel, Library
 from pyruntime.driver.memory import DeviceArray
 from pyruntime.driver.program import Program
+from pyruntime.driver.stream import Stream
 from pyruntime.errors import OutOfMemoryError
 from pyruntime.ops.attention import attention
 from pyruntime.ops.attention_choice import Choice, packings
@@ -168,3 +170,23 @@ def test_a_workspace_without_room_leaves_nothing(library: Library, driver: Any) 
     with pytest.raises(OutOfMemoryError, match="attention workspace, partial_rows"):
         workspace(library)
     assert driver.held() == before
+
+
+def test_launches_for_benchmarks_are_of_one_prompt(
+    library: Library, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "bench"))
+    from attention_launches import Prompt
+
+    def halves(*shape: int) -> DeviceArray:
+        return DeviceArray(library.device, shape, np.float16)
+
+    q, out, k, v = halves(20, 256), halves(20, 256), halves(2, 20, 64), halves(2, 20, 64)
+    stream = Stream(library.device)
+    prompt = Prompt(library, stream, q=q, out=out, k=k, v=v)
+    assert np.asarray(prompt._block.live)[:2].tolist() == [20, 1]
+    program = prompt.program(Choice(kernel(library, variant="fast", hd=64)), 3)
+    with library.device.current():
+        prompt.run(program)
+    assert len(program.launches) == 3
+    stream.close()
