@@ -47,7 +47,7 @@ class Prompt:
         batch = Batch([Part(ids, cache)])
         batch.begin()
         with library.device.current():
-            self._block.upload(stream, batch)
+            self._block.upload(stream, batch, batch.kept)
         self._workspace = Workspace(
             library, head_dim=self._head_dim, heads=self._heads, max_rows=self._rows,
             max_sequences=1,

@@ -13,7 +13,7 @@ from pyruntime.driver.library import Library
 from pyruntime.driver.memory import DeviceArray
 from pyruntime.driver.program import Program
 from pyruntime.errors import CudaError
-from pyruntime.model.batch import Batch, runs
+from pyruntime.model.batch import Batch, Rows, ascending, runs
 from pyruntime.model.cache import Cache, Layout, layout_bytes
 from pyruntime.model.config import DOWN_SCALE, ModelConfig
 from pyruntime.model.live import LiveBlock, max_sequences
@@ -85,18 +85,26 @@ class Shape(NamedTuple):
         """Whether all rows are kept."""
         return self.kept == self.rows
 
+    def gathered(self, batch: Batch) -> Rows:
+        """The rows of a batch that are gathered: those that are kept, in the last layer; where all
+        are, those whose logits are wanted, before the output matrix.
+        """
+        return batch.logits if self.every_row else batch.kept
+
 
 class Piece(NamedTuple):
     """Rows [first, first + rows) of `normed`, of which logits are wanted.
 
     Attributes:
         counted: int32 [1], `rows` on the device. before: rows of the pieces before it.
+        scattered: they are the rows of `normed` that the live block names at these places.
     """
 
     first: int
     rows: int
     counted: DeviceArray
     before: int
+    scattered: bool = False
 
 
 def rounded_up(n: int, most: int) -> int:
@@ -118,6 +126,7 @@ def activation_layout(c: ModelConfig, max_tokens: int) -> Layout:
         "counts": ((max_tokens + 1,), "int32"),  # of n rows, for launches that take them there
         "last_x": ((kept, c.hidden), "float32"),
         "last_attended": ((kept, q), "float16"),
+        "last_normed": ((kept, c.hidden), "float16"),
     }
     if c.post_norms:
         layout["branch"] = layout["x"]  # what x takes in, not normalised yet
@@ -229,16 +238,24 @@ class Decoder:
         return found
 
     def pieces(self, shape: Shape, batch: Batch, most: int | None = None) -> list[Piece]:
-        """The rows of `normed` whose logits a batch wants, up to `most` at a time."""
+        """The rows of `normed` whose logits a batch wants, up to `most` at a time.
+
+        Each piece reads the whole output matrix. So rows that do not follow one another are
+        gathered where that makes fewer pieces.
+        """
         wanted, most, counted = len(batch.logits), most or shape.rows, self.live.wanted
         in_all = batch.rows if shape.every_row else len(batch.kept)
         if 0 < wanted == len(batch.kept) == in_all <= most:
             return [Piece(0, wanted, counted, 0)]
         index = batch.logits if shape.every_row else batch.kept_places(batch.logits)
+        parts, wide = runs(index, most), min(most, max_sequences(self.max_tokens))
+        scattered = shape.every_row and -(-len(index) // wide) < len(parts)
+        if scattered:
+            parts = runs(ascending(0, len(index)), wide)
         found, before = [], 0
-        for first, count in runs(index, most):
+        for first, count in parts:
             part = counted if count == len(batch.kept) else self._counts.rows(count, count + 1)
-            found.append(Piece(first, count, part, before))
+            found.append(Piece(first, count, part, before, scattered))
             before += count
         return found
 
@@ -251,21 +268,21 @@ class Decoder:
         head = recorded.head if whole else None
         if head is None:
             head = self._head(piece, logits, recorded.shape.kept)
-            if isinstance(self._weights, StreamedWeights):
+            if not whole or isinstance(self._weights, StreamedWeights):
                 return head
-            if whole:
-                recorded.head = head
+            recorded.head = head
         for launch, name in zip(head.before.launches, ("c", "x"), strict=False):
             launch.point(name, logits)
         return head
 
     def _head(self, piece: Piece, logits: DeviceArray, kept: int) -> Pass:
         weights, rows, program = self._weights, piece.rows, Program()
-        normed = self.activations["normed"].rows(piece.first, piece.first + rows)
+        normed = self._gathered(program, piece)
         if isinstance(weights, StreamedWeights):
-            self._cap(program, logits, piece.counted)
+            after = Program()
+            self._cap(after, logits, piece.counted)
             return weights.head(
-                program, normed=normed, wanted=piece.counted, logits=logits, kept=kept,
+                program, after, normed=normed, wanted=piece.counted, logits=logits, kept=kept,
                 ready=not piece.before,
             )  # fmt: skip
         with program.role("head"):
@@ -275,6 +292,19 @@ class Decoder:
             )  # fmt: skip
         self._cap(program, logits, piece.counted)
         return Pass(program)
+
+    def _gathered(self, program: Program, piece: Piece) -> DeviceArray:
+        """The rows of a piece, one after the other: float16 [rows, hidden]."""
+        act, last = self.activations, piece.first + piece.rows
+        if not piece.scattered:
+            return act["normed"].rows(piece.first, last)
+        with program.role("gather"):  # which takes rows of x along, that nothing reads any more
+            gather(
+                program, self._library, x=act["x"], a=act["normed"], x_out=act["last_x"],
+                a_out=act["last_normed"], index=self.live.wanted_rows.rows(piece.first, last),
+                wanted=piece.counted, max_wanted=piece.rows,
+            )  # fmt: skip
+        return act["last_normed"].rows(0, piece.rows)
 
     def launches(self) -> Counter[str]:
         """Launches that the bodies of recorded passes had, by kernel name."""

@@ -392,7 +392,7 @@ class GpuModel:
             form, out = self._begin(batch), self._logits_row()
             launches = self._launches(form, out)
             with self._at_work(batch, out):
-                self._upload(batch)
+                self._upload(batch, form)
                 yield launches, self._stream
                 self._settle()
 
@@ -428,7 +428,7 @@ class GpuModel:
         with self.device.current():
             enqueued = time.perf_counter()
             stream.record(self._started)
-            self._upload(batch)
+            self._upload(batch, shape)
             self._replayer.run(recorded, self._heads(batch, recorded, logits))
             decoder.live.download_overflow(stream)
             stream.record(self._ended)
@@ -450,12 +450,12 @@ class GpuModel:
             out = logits if whole else logits.rows(piece.before, piece.before + piece.rows)
             yield self._decoder.head(recorded, piece, out)
 
-    def _upload(self, batch: Batch) -> None:
+    def _upload(self, batch: Batch, shape: Shape) -> None:
         staging, staged = self._decoder.staging, None
         if staging is not None:
             places = zip(self._places(batch), batch.prompts, batch.starts, strict=False)
             staged = [staging.region(at, start + len(p.ids)) for at, p, start in places]
-        self._decoder.live.upload(self._stream, batch, staged=staged)
+        self._decoder.live.upload(self._stream, batch, shape.gathered(batch), staged=staged)
 
     @staticmethod
     def _places(batch: Batch) -> list[int]:

@@ -16,7 +16,7 @@ import numpy as np
 from pyruntime.driver.device import Device
 from pyruntime.driver.memory import DeviceArray, PinnedBuffer
 from pyruntime.driver.stream import Stream
-from pyruntime.model.batch import Batch, ascending
+from pyruntime.model.batch import Batch, Rows, ascending
 from pyruntime.model.cache import Positions
 
 NO_OVERFLOW = 2**31 - 1
@@ -61,16 +61,22 @@ class LiveBlock:
         self._arrays = tuple(self._host.array[head:].view(np.int32).reshape(4, max_tokens))
 
     def upload(
-        self, stream: Stream, batch: Batch, *, staged: Sequence[Positions] | None = None
+        self,
+        stream: Stream,
+        batch: Batch,
+        wanted: Rows,
+        *,
+        staged: Sequence[Positions] | None = None,
     ) -> None:
         """Enqueues the upload of a pass. The block is reused: wait before the next call.
 
         Args:
+            wanted: the rows that the pass gathers.
             staged: for e4m3 caches what attention reads of each: one layer, widened.
         """
-        host, count, kept = self._bytes, len(batch.prompts), batch.kept
-        _LIVE.pack_into(host, 0, batch.rows, count, len(kept), NO_OVERFLOW)
-        ids, positions, sequence_of, wanted = self._arrays
+        host, count = self._bytes, len(batch.prompts)
+        _LIVE.pack_into(host, 0, batch.rows, count, len(wanted), NO_OVERFLOW)
+        ids, positions, sequence_of, wanted_rows = self._arrays
         at, stored_at, first = _LIVE.size, self._stored_at, 0
         for i, (prompt, start) in enumerate(zip(batch.prompts, batch.starts, strict=True)):
             rows, cache = len(prompt.ids), prompt.cache
@@ -85,7 +91,7 @@ class LiveBlock:
             positions[first:last] = ascending(start, start + rows)
             sequence_of[first:last] = i
             at, first = at + _SEQUENCE.size, last
-        wanted[: len(kept)] = kept
+        wanted_rows[: len(wanted)] = wanted
         stream.copy_to_device(self._block.ptr, self._host.ptr, self._block.nbytes)
 
     def download_overflow(self, stream: Stream) -> None:

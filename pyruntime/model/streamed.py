@@ -120,6 +120,7 @@ class StreamedWeights:
 
     def head(
         self,
+        before: Program,
         after: Program,
         *,
         normed: DeviceArray,
@@ -131,7 +132,7 @@ class StreamedWeights:
         """The rest of it: logits = normed · output matrixᵀ.
 
         Args:
-            after: what is done with the logits.
+            before: what makes `normed`. after: what is done with the logits.
             normed: float16 [wanted rows or more, hidden].
             wanted: int32, the count of wanted rows on the device.
             logits: float32 [wanted rows, vocab].
@@ -139,7 +140,7 @@ class StreamedWeights:
             ready: whether this is the first head after that body.
         """
         steps = self._head(normed, wanted, logits, kept, ready)
-        return Pass(Program(), after, steps, self.pipeline)
+        return Pass(before, after, steps, self.pipeline)
 
     def _fill(self, file: GGUFFile, layer: int) -> Program:
         """Dequantizes the matrices of a layer into its slot."""

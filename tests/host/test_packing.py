@@ -131,6 +131,24 @@ def test_live_values_of_packed_prompts(driver: FakeDriver, load: Load) -> None:
     assert driver.misuse == []
 
 
+@pytest.mark.parametrize("weights", ["fp16", "per-layer"])
+def test_scattered_rows_are_gathered_before_the_output_matrix(load: Load, weights: str) -> None:
+    """Which is read once, not for each of them."""
+    engine = load(weights=weights, max_tokens=64, kv_tokens=256)
+
+    def launched(**asked: Any) -> int:
+        before = sum(engine.launches().values())
+        engine.prefill([[1] * 5] * 9, **asked)
+        return sum(engine.launches().values()) - before
+
+    launched(hidden="mean")  # some are recorded with sizes
+    assert launched(hidden="mean") == launched()
+    live = engine.model._decoder.live
+    engine.prefill([[1] * 5] * 9, hidden="mean")
+    assert np.asarray(live.live)[2] == 9
+    assert np.asarray(live.wanted_rows)[:9].tolist() == list(range(4, 45, 5))
+
+
 def test_live_values_of_packed_8_bit_prompts(load: Load) -> None:
     """Each is widened into a place of its own in the staging cache."""
     engine = load(kv_dtype="e4m3", max_tokens=64, kv_tokens=64)

@@ -190,9 +190,9 @@ def test_threads_share_an_engine_without_a_cache_on_a_gpu(
     starts: list[int] = []
     upload = LiveBlock.upload
 
-    def noted(block: LiveBlock, stream: Stream, batch: Batch, **others: Any) -> None:
+    def noted(block: LiveBlock, stream: Stream, batch: Batch, *args: Any, **more: Any) -> None:
         starts.append(batch.prompts[0].cache.length)
-        upload(block, stream, batch, **others)
+        upload(block, stream, batch, *args, **more)
 
     monkeypatch.setattr(LiveBlock, "upload", noted)
     run_threads(*[lambda: [engine.prefill([1] * 64) for _ in range(20)]] * 3)

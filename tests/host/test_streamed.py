@@ -15,7 +15,7 @@ import pytest
 from blocks import block_of, dequantized
 from fake_driver import FakeDriver
 from goldens import GOLDEN
-from models import write_wide_model
+from models import VOCAB, write_wide_model
 from numpy.typing import NDArray
 from order import Operation, Order, span
 
@@ -154,16 +154,20 @@ def test_layers_and_logits_are_those_of_fp16(load: Load, order: Order, model: Pa
     """Every product meets the weights that "fp16" holds, by the same kernel."""
     arithmetic, seen, found = Arithmetic(order), [], list[Any]()
     for weights in ("fp16", "per-layer"):
-        engine = load(model=model, weights=weights)
+        engine = load(model=model, weights=weights, max_tokens=260, kv_tokens=260)
         normed = engine.model._decoder.activations["normed"]
         values = np.random.default_rng(1).standard_normal(normed.shape)
         normed.upload(values)
         arithmetic.products, arithmetic.blocks = [], 0
-        ids = np.arange(16)
+        ids = np.arange(260) % VOCAB
         found.append([])
-        cases: Any = ((16, "last"), (16, "all"), (1, "all"), (7, "all"), (7, [0, 2, 3, 5]))
-        for n, rows in cases:  # with all rows kept, logits of some are made in runs of one or more
-            result = engine.prefill(ids[:n], logits=rows, hidden="mean" if n == 7 else None)
+        cases: Any = (
+            (16, "last"), (16, "all"), (1, "all"), (7, "all"), (7, [0, 2, 3, 5]),
+            (260, [*range(257), 259]),  # too many to be gathered at once: as two runs
+        )  # fmt: skip
+        for n, rows in cases:  # those of 7 and 260 with all rows kept
+            hidden = "mean" if n in (7, 260) else None
+            result = engine.prefill(ids[:n], logits=rows, hidden=hidden)
             found[-1].append(np.asarray(result.logits))
         if weights == "per-layer" and "wide" in str(model):
             assert arithmetic.blocks >= 4 * 2
