@@ -21,6 +21,7 @@ COMMANDS = {
     "generate": ("pyruntime.commands.generate", "continue a prompt greedily"),
     "serve": ("pyruntime.serve.command", "answer completions over HTTP, and show scores"),
     "eval": ("pyruntime.commands.eval", "run the lm-evaluation-harness on a model"),
+    "batch": ("pyruntime.batch.command", "score or embed a data set with many engines"),
     "info": ("pyruntime.commands.info", "list a model's metadata, tensors and memory needs"),
     "doctor": ("pyruntime.commands.doctor", "tell what of driver, devices and cubins is there"),
     "wall": ("pyruntime.tools.wall", "show where a prefill's time goes, kernel by kernel"),

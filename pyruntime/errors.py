@@ -58,7 +58,7 @@ class HandoverError(PyruntimeError):
 
 
 class InputError(PyruntimeError):
-    """A formula, rule, design or baseline that was given to a tool and cannot be used."""
+    """A formula, rule, design, baseline or data set that was given and cannot be used."""
 
     exit_code = 2
 
@@ -67,6 +67,10 @@ class ToolError(PyruntimeError):
     """An external program that is missing or failed. The text says where it was looked for."""
 
     exit_code = 2
+
+
+class BatchError(PyruntimeError):
+    """A run over a data set that ended early. What it has written can be used to go on."""
 
 
 class DriverNotFoundError(PyruntimeError):

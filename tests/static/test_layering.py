@@ -41,8 +41,9 @@ ALLOWED: dict[str, set[str]] = {
         "",
     },
     "serve": {"errors", "model", "engine", "measure", "commands", "tools"},
+    "batch": {"errors", "schema", "gguf", "hub", "driver", "model", "engine", "commands", ""},
     "__main__": {"cli", ""},
-    "cli": {"errors", "commands", "tools", "serve", ""},
+    "cli": {"errors", "commands", "tools", "serve", "batch", ""},
     "tools": {"errors", "cubin", "gguf", "driver", "hub", "engine", "measure", "commands", ""},
     "": {"errors", "engine", "model"},
 }

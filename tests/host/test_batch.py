@@ -1,0 +1,270 @@
+"""`pyruntime batch` on Ray: workers and drivers that are killed, and where Ray listens."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from goldens import GOLDEN
+
+from pyruntime import Engine
+from pyruntime.batch import Embed, Report, Score, cluster, run
+from pyruntime.batch.worker import Done
+from pyruntime.cli import main
+from pyruntime.errors import BatchError, DriverNotFoundError
+
+for package in ("ray", "pyarrow"):
+    pytest.importorskip(package, reason=f"{package} is not installed (.ci/run installs it)")
+
+pytestmark = pytest.mark.filterwarnings("default")  # Ray has its own
+
+MODEL = GOLDEN / "tiny-llama-q4_k_m.gguf"
+ROWS, BAD, PART_ROWS = 81, (13, 40), 3
+COMMAND = [sys.executable, "-P", "-m", "pyruntime", "batch", str(MODEL)]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def ray() -> Iterator[Any]:
+    """One for all tests, but for those whose own process starts one."""
+    with cluster.connected(None, cpus=2):
+        import ray
+
+        yield ray
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Prompts of some length, so that a part takes a while."""
+    random = np.random.default_rng(0)
+    lines = []
+    for n in range(ROWS):
+        ids = random.integers(0, 259, 40 + n).tolist()
+        lines.append(json.dumps({"n": n, "prompt": ids[:-4], "continuation": ids[-4:]}))
+    for n in BAD:
+        lines[n] = "not JSON"
+    path = tmp_path_factory.mktemp("input") / "in.jsonl"
+    path.write_text("\n".join(lines))
+    return path
+
+
+@pytest.fixture(scope="module")
+def undisturbed(source: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
+    """The files that one worker writes, by name."""
+    out = tmp_path_factory.mktemp("one") / "out"
+    report = scored(source, out, workers=1)
+    assert (report.workers, report.resumed, report.parts) == (1, 0, ROWS // PART_ROWS)
+    assert (report.rows, report.errors) == (ROWS, len(BAD))
+    assert report.first_error.startswith("in.jsonl:") and "not JSON" in report.first_error
+    return contents(out)
+
+
+def scored(source: Path, out: Path, **options: Any) -> Report:
+    return run(MODEL, source, out, task=Score(), device="cpu", part_rows=PART_ROWS, **options)
+
+
+def contents(out: Path) -> dict[str, bytes]:
+    """Of all files, those with a dot before their name included."""
+    return {path.name: path.read_bytes() for path in out.iterdir()}
+
+
+def until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 120
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_rows_are_the_input_s_with_the_engine_s_scores(undisturbed: dict[str, bytes]) -> None:
+    text = b"".join(undisturbed[name] for name in sorted(undisturbed) if name[0] != "_").decode()
+    rows = [json.loads(line) for line in text.splitlines()]
+    assert [row["id"] for row in rows] == [f"in.jsonl:{n + 1}" for n in range(ROWS)]
+    assert [n for n, row in enumerate(rows) if row["error"] is not None] == list(BAD)
+    good = [row for row in rows if row["error"] is None]
+    with Engine.load(MODEL, device="cpu") as engine:
+        found = engine.score([r["prompt"] for r in good], [r["continuation"] for r in good])
+    for row, expected in zip(good, found, strict=True):
+        np.testing.assert_allclose(row["logprobs"], np.array(expected.log_probs, float), atol=1e-4)
+        assert row["logprob"] == pytest.approx(sum(row["logprobs"]))
+
+
+def test_two_workers_write_what_one_writes_and_a_rerun_nothing(
+    source: Path, tmp_path: Path, undisturbed: dict[str, bytes]
+) -> None:
+    seen: list[Done] = []
+    report = scored(source, tmp_path / "out", progress=seen.append)
+    assert report.workers == 2 and len({done.pid for done in seen}) == 2
+    assert contents(tmp_path / "out") == undisturbed
+    again = scored(source, tmp_path / "out", progress=seen.append)
+    assert (again.resumed, again.errors, again.tokens) == (report.parts, len(BAD), 0)
+    assert len(seen) == report.parts and contents(tmp_path / "out") == undisturbed
+
+
+def test_a_worker_that_is_killed_loses_and_doubles_nothing(
+    source: Path, tmp_path: Path, undisturbed: dict[str, bytes]
+) -> None:
+    out, seen, killed = tmp_path / "out", [], []
+
+    def kill_once(done: Done) -> None:
+        seen.append(done)
+        if not killed and done.pid != os.getpid():
+            os.kill(done.pid, signal.SIGKILL)
+            killed.append((done.pid, len(list(out.glob("part-*")))))
+
+    report = scored(source, out, workers=1, progress=kill_once)
+    ((pid, parts),) = killed
+    assert parts < report.parts, "it was killed half-way"
+    assert {done.pid for done in seen} > {pid}, "another process has gone on"
+    assert Counter(done.index for done in seen) == dict.fromkeys(range(report.parts), 1)
+    assert {k: v for k, v in contents(out).items() if k[0] != "."} == undisturbed
+
+
+def test_a_driver_that_is_killed_is_continued(
+    source: Path, tmp_path: Path, undisturbed: dict[str, bytes]
+) -> None:
+    """It had a Ray of its own, whose workers end by themselves."""
+    out = tmp_path / "out"
+    command = [*COMMAND, str(source), str(out), "--device", "cpu", "--part-rows", str(PART_ROWS)]
+    with subprocess.Popen([*command, "--workers", "1"], start_new_session=True) as driver:
+        until(lambda: driver.poll() is not None or any(out.glob("part-*")))
+        workers = [pid for pid in descendants(driver.pid) if "MapWorker" in title(pid)]
+        driver.kill()
+    before = len(list(out.glob("part-*")))
+    assert 1 <= before < ROWS // PART_ROWS and len(workers) == 1
+    until(lambda: not alive(workers[0]))
+    report = scored(source, out)
+    assert before <= report.resumed < report.parts
+    assert contents(out) == undisturbed
+
+
+def test_it_listens_on_this_machine_only(ray: Any) -> None:
+    own = {inode for pid in [os.getpid(), *descendants(os.getpid())] for inode in sockets(pid)}
+    found = []
+    for family in ("tcp", "tcp6"):
+        for line in Path("/proc/net", family).read_text().splitlines()[1:]:
+            (
+                _,
+                local,
+                _,
+                state,
+                *_,
+            ) = fields = line.split()
+            if state == "0A" and fields[9] in own:
+                found.append(local.split(":")[0])
+    loopback = ("0100007F", "0000000000000000FFFF00000100007F", "00000000000000000000000001000000")
+    assert found and set(found) <= set(loopback)
+    assert ray.get_runtime_context().gcs_address.startswith("127.0.0.1:")
+
+
+def test_the_command_joins_a_ray_that_is_there(
+    ray: Any, source: Path, tmp_path: Path, undisturbed: dict[str, bytes]
+) -> None:
+    command = [*COMMAND, str(source), str(tmp_path / "out"), "--device", "cpu", "--json"]
+    command += ["--part-rows", str(PART_ROWS), "--address", ray.get_runtime_context().gcs_address]
+    options: dict[str, Any] = {"capture_output": True, "text": True, "timeout": 120}
+    # Who joins a Ray that listens at the loopback address has to look for it there.
+    options["env"] = {**os.environ, "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
+    done = subprocess.run(command, check=False, **options)
+    assert done.returncode == 1, done.stderr
+    report = json.loads(done.stdout)
+    assert report["schema"] == "pyruntime.batch-report/1"
+    assert (report["rows"], report["errors"], report["workers"]) == (ROWS, len(BAD), 2)
+    assert contents(tmp_path / "out") == undisturbed
+    command.remove("--json")
+    done = subprocess.run([*command, "--allow-errors"], check=False, **options)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "81 rows in 27 files (27 of them before), 2 with an error\n"
+
+
+def test_parquet_in_parquet_out(tmp_path: Path) -> None:
+    import pyarrow as pa
+    from pyarrow import parquet
+
+    texts = [[n + 1, 2, 3] for n in range(10)]
+    (tmp_path / "in").mkdir()
+    for name, some in (("a", texts[:4]), ("b", texts[4:])):
+        parquet.write_table(
+            pa.table({"id": some, "ids": some}), tmp_path / "in" / f"{name}.parquet"
+        )
+    task = Embed(text="ids", normalize=True)
+    report = run(MODEL, tmp_path / "in", tmp_path / "out", task=task, device="cpu", part_rows=3)
+    assert (report.rows, report.errors, report.parts) == (10, 0, 4)
+    found = parquet.read_table(tmp_path / "out")  # passes over the manifest
+    assert found["id"].to_pylist() == texts and found["error"].null_count == 10
+    with Engine.load(MODEL, device="cpu") as engine:
+        vectors = engine.embed(texts, normalize=True)
+    np.testing.assert_allclose(np.array(found["embedding"].to_pylist()), vectors, atol=1e-5)
+
+
+def test_an_option_that_a_worker_refuses(
+    source: Path, tmp_path: Path, undisturbed: dict[str, bytes]
+) -> None:
+    with pytest.raises(BatchError, match=r"weights='fp16' is for a GPU.*goes on from there"):
+        scored(source, tmp_path / "out", weights="fp16")
+    assert list(contents(tmp_path / "out")) == ["_manifest.json"]
+    scored(source, tmp_path / "out")
+    assert contents(tmp_path / "out") == undisturbed
+
+
+def test_what_is_not_there(source: Path, tmp_path: Path, capsys: Any) -> None:
+    with pytest.raises(ValueError, match="workers=3: there is room for 2"):
+        scored(source, tmp_path / "out", workers=3)
+    with pytest.raises(ValueError, match="stream: there is no such option"):
+        scored(source, tmp_path / "out", stream=1)
+    with pytest.raises(DriverNotFoundError, match="there is no GPU"):
+        run(MODEL, source, tmp_path / "out", task=Score(), device="cuda")
+    assert main(["batch", str(MODEL), "no.jsonl", str(tmp_path / "out")]) == 2
+    assert "no.jsonl: no such file or folder" in capsys.readouterr().err
+
+
+# Processes
+
+
+def descendants(pid: int) -> list[int]:
+    """All processes that this one has started, and they."""
+    parents: dict[int, list[int]] = {}
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = path.read_text().rpartition(")")[2].split()
+        except OSError:
+            continue
+        parents.setdefault(int(fields[1]), []).append(int(path.parent.name))
+    found, left = [], [pid]
+    while left:
+        children = parents.get(left.pop(), [])
+        found += children
+        left += children
+    return found
+
+
+def title(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_text()
+    except OSError:
+        return ""
+
+
+def alive(pid: int) -> bool:
+    """Whether it runs: one that nobody waits for has ended, too."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
+
+
+def sockets(pid: int) -> set[str]:
+    """Inodes of the sockets that a process has open."""
+    try:
+        names = [str(path.readlink()) for path in Path(f"/proc/{pid}/fd").iterdir()]
+    except OSError:
+        return set()
+    return {name[8:-1] for name in names if name.startswith("socket:[")}
