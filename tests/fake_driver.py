@@ -1,9 +1,9 @@
 """A CUDA driver made of host memory, for tests of everything around the kernels on any machine.
 
 `FakeDriver` takes the place of the module `cuda.bindings.driver`. Device memory is host memory,
-copies are made at once, kernels do nothing (so logits are zeros). It counts all that can leak,
-notes misuse that a real driver would punish late or not at all, and fails where a test wants it to.
-Threads are served one at a time.
+copies are made at once, kernels do nothing (so logits are zeros) but what `numpy_kernels` does for
+them. It counts all that can leak, notes misuse that a real driver would punish late or not at all,
+and fails where a test wants it to. Threads are served one at a time.
 """
 
 from __future__ import annotations
@@ -105,6 +105,9 @@ class FakeDriver:
         calls: how often each function was called. misuse: what should not have happened.
         captures: those that go on. graphs: by handle, captured or instantiated.
         replayed: called with each graph that is launched, and the stream.
+        launched: called with the parameters' address of each launch when it is carried out, those
+            of a graph among its copies.
+        fresh: what the bytes of new memory are.
     """
 
     total = 1 << 30
@@ -123,6 +126,8 @@ class FakeDriver:
         self._ended: list[Capture] = []
         self.graphs: dict[int, Capture] = {}
         self.replayed: Callable[[Capture, int], object] = lambda graph, stream: None
+        self.launched: Callable[[int], object] = lambda address: None
+        self.fresh = 0
         self._lock = RLock()  # a finalizer may come in the middle
         self._pushed: defaultdict[int, list[str]] = defaultdict(list)  # by thread
         arch = min(manifest()["architectures"], key=lambda a: a != "90a")  # it has clusters
@@ -276,6 +281,7 @@ class FakeDriver:
             case _ if name in self.answers:
                 if name == "cuLaunchKernelEx":
                     self.working = self.slow
+                    self.launched(arguments[2])
                 elif name == "cuStreamSynchronize" and arguments[0]:  # others do not wait for ours
                     self.working = 0
                 return self.answers[name]
@@ -284,6 +290,8 @@ class FakeDriver:
                 if name == "cuMemAlloc" and nbytes > self._result("cuMemGetInfo")[0]:
                     raise StatusError(OUT_OF_MEMORY)
                 thing = np.zeros(nbytes, np.uint8)
+                if self.fresh:
+                    thing.fill(self.fresh)
                 self.live[MAKERS[name]][thing.ctypes.data] = thing
                 return thing.ctypes.data
             case _, (handle,) if name in ENDERS:

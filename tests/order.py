@@ -41,6 +41,25 @@ def span(array: Any) -> Span:
     return Span(array.ptr, array.ptr + array.nbytes)
 
 
+def kept_launches(monkeypatch: Any) -> dict[int, tuple[Launch, dict[str, Any]]]:
+    """Each launch made from now on, with its parameters as they are now, by the address that the
+    driver gets."""
+    launches: dict[int, tuple[Launch, dict[str, Any]]] = {}
+    made, pointed = Launch.__init__, Launch.point
+
+    def note(launch: Launch, kernel: Any, grid: Any, params: dict[str, Any], role: str) -> None:
+        made(launch, kernel, grid, params, role)
+        launches[launch.arguments] = launch, params
+
+    def point(launch: Launch, name: str, array: DeviceArray) -> None:
+        pointed(launch, name, array)
+        launches[launch.arguments][1][name] = array
+
+    monkeypatch.setattr(Launch, "__init__", note)
+    monkeypatch.setattr(Launch, "point", point)
+    return launches
+
+
 @dataclass
 class Operation:
     """A launch, named by its role, or a copy.
@@ -69,27 +88,13 @@ class Order:
     def __init__(self, driver: FakeDriver, monkeypatch: Any) -> None:
         self.operations: list[Operation] = []
         self.also: Callable[[Operation], object] = lambda operation: None  # sees each, too
-        self._launches: dict[int, tuple[Launch, dict[str, Any]]] = {}
+        self._launches = kept_launches(monkeypatch)
         self._done: defaultdict[Hashable, int] = defaultdict(int)  # by stream: ends with its last
         self._early: defaultdict[Hashable, int] = defaultdict(int)  # of a stream's last launch
         self._events: dict[Hashable, int] = {}
         self._replays = count()
         self._driver = driver
         self._lock = threading.RLock()  # threads load weights, finalizers come in the middle
-        made = Launch.__init__
-
-        def note(launch: Launch, kernel: Any, grid: Any, params: dict[str, Any], role: str) -> None:
-            made(launch, kernel, grid, params, role)
-            self._launches[launch.arguments] = launch, params
-
-        pointed = Launch.point
-
-        def point(launch: Launch, name: str, array: DeviceArray) -> None:
-            pointed(launch, name, array)
-            self._launches[launch.arguments][1][name] = array
-
-        monkeypatch.setattr(Launch, "__init__", note)
-        monkeypatch.setattr(Launch, "point", point)
         driver.hook = self._hear
         driver.replayed = self._replay
 
