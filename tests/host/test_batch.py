@@ -210,7 +210,8 @@ def test_an_option_that_a_worker_refuses(
 ) -> None:
     with pytest.raises(BatchError, match=r"weights='fp16' is for a GPU.*goes on from there"):
         scored(source, tmp_path / "out", weights="fp16")
-    assert list(contents(tmp_path / "out")) == ["_manifest.json"]
+    # A worker that is ended with the run may leave a part that has no name yet.
+    assert {name for name in contents(tmp_path / "out") if name[0] != "."} == {"_manifest.json"}
     scored(source, tmp_path / "out")
     assert contents(tmp_path / "out") == undisturbed
 
