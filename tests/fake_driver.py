@@ -105,7 +105,7 @@ class FakeDriver:
         calls: how often each function was called. misuse: what should not have happened.
         captures: those that go on. graphs: by handle, captured or instantiated.
         replayed: called with each graph that is launched, and the stream.
-        launched: called with the parameters' address of each launch when it is carried out, those
+        carry_out: called with the parameters' address of each launch when it is carried out, those
             of a graph among its copies.
         fresh: what the bytes of new memory are.
     """
@@ -126,7 +126,7 @@ class FakeDriver:
         self._ended: list[Capture] = []
         self.graphs: dict[int, Capture] = {}
         self.replayed: Callable[[Capture, int], object] = lambda graph, stream: None
-        self.launched: Callable[[int], object] = lambda address: None
+        self.carry_out: Callable[[int], object] = lambda address: None
         self.fresh = 0
         self._lock = RLock()  # a finalizer may come in the middle
         self._pushed: defaultdict[int, list[str]] = defaultdict(list)  # by thread
@@ -281,7 +281,7 @@ class FakeDriver:
             case _ if name in self.answers:
                 if name == "cuLaunchKernelEx":
                     self.working = self.slow
-                    self.launched(arguments[2])
+                    self.carry_out(arguments[2])
                 elif name == "cuStreamSynchronize" and arguments[0]:  # others do not wait for ours
                     self.working = 0
                 return self.answers[name]

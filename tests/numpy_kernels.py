@@ -63,7 +63,7 @@ class NumpyKernels:
         self._kept = kept_launches(monkeypatch)
         self._memory = driver.live["arrays"]
         self._schedules: dict[int, dict[str, Any]] = {}
-        monkeypatch.setattr(driver, "launched", self._run)
+        monkeypatch.setattr(driver, "carry_out", self._run)
         monkeypatch.setattr(driver, "fresh", 0xFF)
 
     def _run(self, address: int) -> None:
