@@ -510,7 +510,7 @@ class Engine:
 
         Args:
             window: tokens; by default the context length, or `kv_tokens` if that is less.
-            stride: tokens from one window to the next, at most `window`; by default half of it.
+            stride: tokens from one window to the next, less than `window`; by default half of it.
             logits_bytes, timeout: see `score`.
 
         Raises: as `score`; ValueError for a text of fewer than two tokens.
