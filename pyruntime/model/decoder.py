@@ -14,6 +14,7 @@ from pyruntime.driver.memory import DeviceArray
 from pyruntime.driver.program import Program
 from pyruntime.errors import CudaError
 from pyruntime.model.batch import Batch, Rows, ascending, runs
+from pyruntime.model.buckets import bucket
 from pyruntime.model.cache import Cache, Layout, layout_bytes
 from pyruntime.model.config import DOWN_SCALE, ModelConfig
 from pyruntime.model.live import LiveBlock, max_sequences
@@ -32,7 +33,7 @@ from pyruntime.ops.rows import embed, gather
 from pyruntime.ops.softcap import softcap
 from pyruntime.ops.widen import widen
 
-PASSES = 32  # recorded passes kept, one per `Shape`
+PASSES = 96  # recorded passes kept, one per `Shape`; 4096 rows have 95 buckets
 TABLE_ROWS = 1 << 16  # positions whose rotary table is made on the host at a time
 GATES = {"silu": "swiglu", "gelu": "geglu"}  # epilogues by activation
 # What can leave fp16's range in a layer, in order of computation; see `site_name`.
@@ -64,17 +65,26 @@ class Shape(NamedTuple):
 
     @classmethod
     def of(cls, batch: Batch, max_tokens: int) -> Shape:
-        """That of a prompt is its own; those of several are rounded up, so that few differ."""
-        rows, kept, fresh = batch.rows, len(batch.kept), batch.fresh
-        if len(batch.prompts) == 1:
-            whole = cls(rows, rows, 1, kept, fresh)
-        else:
-            most = max_sequences(max_tokens)
-            whole = cls(
-                rounded_up(rows, max_tokens), rounded_up(batch.longest, max_tokens),
-                rounded_up(len(batch.prompts), most), rounded_up(kept, most), fresh,
-            )  # fmt: skip
-        return whole if kept <= max_sequences(max_tokens) and kept < rows else whole.with_all()
+        """That of the bucket of a batch, see `model.buckets`."""
+        prompts, kept = len(batch.prompts), len(batch.kept)
+        return cls.holding(batch.rows, batch.longest, prompts, kept, batch.fresh, max_tokens)
+
+    @classmethod
+    def holding(
+        cls, rows: int, longest: int, sequences: int, kept: int, fresh: bool, max_tokens: int
+    ) -> Shape:
+        """The one that serves passes with so many rows, and so on."""
+        most = max_sequences(max_tokens)
+        whole = cls(
+            bucket(rows, max_tokens), bucket(longest, max_tokens), bucket(sequences, most),
+            bucket(kept, most), fresh,
+        )  # fmt: skip
+        return whole if kept <= most and kept < rows else whole.with_all()
+
+    @classmethod
+    def single(cls, rows: int, max_tokens: int, kept: int = 1, fresh: bool = True) -> Shape:
+        """That of one prompt of `rows` tokens."""
+        return cls.holding(rows, rows, 1, kept, fresh, max_tokens)
 
     def with_all(self) -> Shape:
         """The same with all rows kept."""
@@ -105,12 +115,6 @@ class Piece(NamedTuple):
     counted: DeviceArray
     before: int
     scattered: bool = False
-
-
-def rounded_up(n: int, most: int) -> int:
-    """`n` or up to a sixteenth more: a number of five binary digits and zeros, at most `most`."""
-    step = 1 << max(n.bit_length() - 5, 0)
-    return min(-(-n // step) * step, most)
 
 
 def activation_layout(c: ModelConfig, max_tokens: int) -> Layout:

@@ -176,7 +176,7 @@ class GpuModel:
         )
         self._decoder.reserve_positions(kv_tokens)
         # Sizes are refused here, not later.
-        self._decoder.recorded(_single(self.max_tokens))
+        self._decoder.recorded(Shape.single(self.max_tokens, self.max_tokens))
         self._started, self._ended = (self._owned(Event(self.device)) for _ in range(2))
         self.fingerprint = file.fingerprint  # when the file is in the page cache
 
@@ -362,7 +362,7 @@ class GpuModel:
     def recorded(self, rows: int) -> list[Launch]:
         """The launches of a prefill of `rows` tokens that wants the last one's logits."""
         with self._entry():
-            return self._launches(_single(rows), self._logits_row())
+            return self._launches(Shape.single(rows, self.max_tokens), self._logits_row())
 
     def _logits_row(self) -> DeviceArray:
         return DeviceArray(self.device, (1, self.config.vocab), np.float32, what="logits")
@@ -546,11 +546,6 @@ class _AtWork:
         # A block that was never left may be dropped in another thread's turn.
         if not isinstance(error, (WaitTimeoutError, GeneratorExit)):
             self._model._settle()
-
-
-def _single(rows: int) -> Shape:
-    """Of a pass of one prompt of `rows` tokens that wants the last one's logits."""
-    return Shape(rows, rows, 1, 1, True)
 
 
 def _abandon(resources: ExitStack, underway: list[Stream]) -> None:

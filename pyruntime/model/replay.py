@@ -2,11 +2,12 @@
 
 Enqueueing the launches of a short prompt one by one may take the host longer than the GPU takes to
 run them. A graph is one call. All that changes from pass to pass lies in the live block, so the
-graph of a length serves all prompts of that length and all caches.
+graph of a bucket (`model.buckets`) serves all prompts whose length lies in it, and all caches.
 
 A capture enqueues every launch once more without running it, and instantiates what comes of that.
-So a pass is captured when it is met for the second time: prompts of a length that does not come
-again cost nothing more. The pass that captures runs as the graph's first replay.
+So a bucket is captured when it is met for the second time, or ahead of time (`Replayer.warm`): a
+prompt in a bucket that does not come again costs nothing more. The pass that captures runs as the
+graph's first replay.
 """
 
 from __future__ import annotations

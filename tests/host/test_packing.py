@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 
 from pyruntime import Engine
 from pyruntime.model.batch import REGION, Batch, Prompt, runs, whole_regions
-from pyruntime.model.decoder import Shape, rounded_up
+from pyruntime.model.buckets import PARTS, TILE, bucket
+from pyruntime.model.decoder import PASSES, Shape
 from pyruntime.model.packing import passes
 
 Load = Callable[..., Engine]
@@ -64,9 +65,26 @@ def test_runs(rows: list[int], most: int) -> None:
         assert first + count < following or count == most
 
 
-@given(st.integers(1, 1 << 20), st.integers(0, 1 << 20))
-def test_rounding_up_wastes_little(n: int, more: int) -> None:
-    assert n <= rounded_up(n, n + more) <= min(n * 17 / 16, n + more)
+@given(st.integers(0, 1 << 20), st.integers(0, 1 << 20))
+def test_a_bucket_wastes_little(n: int, more: int) -> None:
+    assert n <= bucket(n, n + more) <= min(n * 1.12, n + more)
+
+
+def test_buckets_end_where_tiles_do() -> None:
+    """So that no length takes more tiles than it has rows for, where there are few."""
+    whole = {n: bucket(n, 1 << 20) for n in range(20_000)}
+    assert all(bucket(edge, 1 << 20) == edge for edge in whole.values())
+    assert list(whole.values()) == sorted(whole.values())
+    assert all(whole[n] == n for n in range(18))
+    for rows in (8, 16, 32, 64, 128):
+        assert all(-(-n // rows) == -(-whole[n] // rows) for n in range(PARTS * rows + 1)), rows
+    assert all(-(-n // TILE) == -(-edge // TILE) for n, edge in whole.items())
+    assert whole[3325] == 3328
+    assert len({whole[n] for n in range(1, 4097)}) <= PASSES
+
+
+def test_more_than_there_may_be_is_not_cut() -> None:
+    assert bucket(40, 37) == 40 and bucket(37, 39) == 39
 
 
 # What a pass is told
@@ -99,13 +117,17 @@ def test_rows_of_a_batch() -> None:
 @pytest.mark.parametrize(
     ("prompts", "shape"),
     [
-        ([(37, [36], [])], Shape(37, 37, 1, 1, True)),
-        ([(37, [], [])], Shape(37, 37, 1, 0, True)),
-        ([(37, list(range(37)), [])], Shape(37, 37, 1, 37, True)),
-        ([(37, [3, 9], [])], Shape(37, 37, 1, 2, True)),
-        ([(400, list(range(300)), [])], Shape(400, 400, 1, 400, True)),  # too many to be gathered
-        ([(37, [36], []), (34, [33], [])], Shape(72, 38, 2, 2, True)),
-        ([(37, [36], list(range(37)))] * 2, Shape(76, 38, 2, 76, True)),
+        ([(37, [36], [])], Shape(40, 40, 1, 1, True)),
+        ([(38, [37], [])], Shape(40, 40, 1, 1, True)),
+        ([(37, [], [])], Shape(40, 40, 1, 0, True)),
+        ([(37, list(range(37)), [])], Shape(40, 40, 1, 40, True)),
+        ([(38, list(range(37)), [])], Shape(40, 40, 1, 40, True)),  # but one
+        ([(37, list(range(0, 37, 2)), [])], Shape(40, 40, 1, 20, True)),  # 19
+        ([(17, [16], [])], Shape(17, 17, 1, 1, True)),
+        ([(400, list(range(300)), [])], Shape(416, 416, 1, 416, True)),  # too many to be gathered
+        ([(510, [0], [])], Shape(512, 512, 1, 1, True)),
+        ([(37, [36], []), (34, [33], [])], Shape(72, 40, 2, 2, True)),
+        ([(37, [36], list(range(37)))] * 2, Shape(80, 40, 2, 80, True)),
     ],
 )
 def test_shapes(prompts: list[Any], shape: Shape) -> None:
