@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from types import TracebackType
@@ -20,10 +20,10 @@ from pyruntime.model.any_cache import AnyCache
 from pyruntime.model.batch import Batch, Output, Rows
 from pyruntime.model.calls import Call, Gathered, Hidden, named
 from pyruntime.model.config import ModelConfig
-from pyruntime.model.packing import Part
+from pyruntime.model.packing import Part, passes
 from pyruntime.model.scores import Targets, TokenScores
 from pyruntime.model.scoring import Score, Scored, windows
-from pyruntime.model.stats import Stats
+from pyruntime.model.stats import Stats, Warmed
 from pyruntime.model.tokens import check_tokens
 from pyruntime.options import check_options, choose_device, free_memory, sizes
 from pyruntime.turns import Deadline, Turns
@@ -53,6 +53,7 @@ class Model(calls.Model, Protocol):
     def score(self, batch: Batch, targets: Targets, *, most_bytes: int) -> TokenScores: ...
     def launches(self) -> dict[str, int]: ...
     def stats(self) -> Stats: ...
+    def warm(self, passes: Sequence[tuple[int, int, bool]]) -> list[Warmed]: ...
     def close(self) -> None: ...
 
 
@@ -146,9 +147,10 @@ class Engine:
                 "r48", "r50" or "r57", for head dims 64 and 128.
             kv_dtype: what K/V caches hold: "f16", or "e4m3", 8-bit floats with a scale per head of
                 each position, in about half the memory and of less accuracy (docs/kv-cache.md).
-            graphs: "auto" captures a pass into a CUDA graph when its length is met for the second
-                time, and replays it from then on: less work for the host, which short prompts wait
-                for; "off" does not (GPU only). The same bits. `stats` tells how passes were run.
+            graphs: "auto" captures a pass into a CUDA graph when its bucket of lengths is met for
+                the second time (or by `warm`), and replays it from then on: less work for the
+                host, which short prompts wait for; "off" does not (GPU only). The same bits.
+                `stats` tells how passes were run.
             exact: "fast"; other values are refused until they exist.
             overlap: "auto" lets a kernel start under the tail of the one before where the GPU can
                 (sm_90 and newer); "off" does not (GPU only), for measuring and debugging. The same
@@ -592,6 +594,52 @@ class Engine:
             out.append(token)
             step = [token]
         return out
+
+    def warm(
+        self,
+        lengths: Iterable[int],
+        *,
+        logits: Literal["none", "last", "all"] = "last",
+        continues: bool = False,
+        timeout: Timeout = None,
+    ) -> list[Warmed]:
+        """Makes single prompts of these lengths ready: records their passes and captures them.
+
+        Nothing is run. A length serves all of its bucket (docs/embedding.md), a longer one than
+        `max_tokens` gets each of its passes. The cache behind calls without one is made, too: a
+        `new_cache` that is longer than it drops all graphs, so make that first.
+
+        Args:
+            logits: that the prompts will be asked for, as of `prefill`.
+            continues: they go on with a cache that holds something, as the steps of `generate` do.
+            timeout: see `prefill`; captures are not interrupted.
+
+        Returns: what was done, by kind of pass, in the order in which the lengths need them. On
+            the CPU nothing is.
+
+        Raises: as `prefill`; ValueError also for lengths of more kinds than are kept.
+        """
+        deadline, wanted = Deadline.of(timeout), list(lengths)
+        most = self.config.context_length
+        if not continues:
+            most = min(most, self._kv_limit or most)
+        for n in wanted:
+            if isinstance(n, bool) or not isinstance(n, (int, np.integer)) or not 1 <= n <= most:
+                raise ValueError(f"lengths: {n!r} is not one of 1 to {most} tokens")
+        if logits not in ("none", "last", "all"):
+            raise ValueError(f"logits={logits!r}: 'none', 'last' or 'all'")
+        kinds = []
+        for n in map(int, wanted):
+            for (part,) in passes([n], rows=self.max_tokens):
+                rows, ends = part.last - part.first, part.last == n
+                kept = {"none": 0, "last": int(ends), "all": rows}[logits]
+                kinds.append((rows, kept, not (continues or part.first)))
+        self._check_closed()
+        with self._model.turns.turn(deadline):
+            self._check_closed()
+            if wanted and not continues:
+                self._scratch(max(wanted))
+            return self._model.warm(kinds)
 
     def launches(self) -> dict[str, int]:
         """How often each kernel was launched since `load` began; empty on the CPU.

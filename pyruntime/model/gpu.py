@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from typing import TYPE_CHECKING, Literal, Protocol, TypeVar
 
@@ -31,13 +31,13 @@ from pyruntime.model import pipeline
 from pyruntime.model.batch import Batch, Output, require_room, whole_regions
 from pyruntime.model.cache import Cache, Region
 from pyruntime.model.config import ModelConfig
-from pyruntime.model.decoder import Decoder, Piece, Shape, site_name
+from pyruntime.model.decoder import PASSES, Decoder, Piece, Shape, site_name
 from pyruntime.model.footprint import cache_bytes, plan
 from pyruntime.model.live import NO_OVERFLOW, max_sequences
 from pyruntime.model.pipeline import Pass
 from pyruntime.model.replay import Recorded, Replayer
 from pyruntime.model.scores import Targets, TokenScores, token_scores
-from pyruntime.model.stats import Stats
+from pyruntime.model.stats import Stats, Warmed
 from pyruntime.model.streamed import StreamedWeights
 from pyruntime.model.tokens import check_tokens
 from pyruntime.model.underway import Underway
@@ -237,6 +237,36 @@ class GpuModel:
     def stats(self) -> Stats:
         """How passes were run so far."""
         return self._replayer.stats
+
+    def warm(self, passes: Sequence[tuple[int, int, bool]]) -> list[Warmed]:
+        """Records passes of one prompt and captures them, where that has not been done.
+
+        Args:
+            passes: of each its rows, those of them whose logits are wanted, and whether nothing is
+                cached before; passes of one bucket are made ready once.
+
+        Raises:
+            ValueError: more than are kept, `PASSES`; nothing has been done.
+            CudaError, EngineError: as `run`.
+        """
+        with self._entry():
+            shapes = [
+                Shape.single(rows, self.max_tokens, kept, fresh) for rows, kept, fresh in passes
+            ]
+            shapes = list(dict.fromkeys(shapes))
+            if len(shapes) > PASSES:
+                raise ValueError(f"{len(shapes)} kinds of passes; {PASSES} are kept")
+            return [self._warm(shape) for shape in shapes]
+
+    def _warm(self, shape: Shape) -> Warmed:
+        started = time.perf_counter()
+        recorded = self._decoder.recorded(shape)
+        with self.device.current():
+            captured = self._replayer.warm(recorded)
+        graph = recorded.graph if captured else None
+        ms = 1e3 * (time.perf_counter() - started)
+        nbytes = graph.nbytes if graph else 0
+        return Warmed(shape.rows, shape.kept, shape.fresh, captured, ms, nbytes)
 
     def new_cache(self, tokens: int) -> Cache:
         """An empty cache for `tokens` positions. Raises ValueError, OutOfMemoryError."""

@@ -76,6 +76,16 @@ class Replayer:
         """A copy of the counts."""
         return replace(self._stats)
 
+    def warm(self, recorded: Recorded) -> bool:
+        """Captures a pass that has no graph yet, but does not run it. Returns whether it did.
+
+        Raises CudaError: the context was lost.
+        """
+        if recorded.graph is not None or recorded.refused:
+            return False
+        self._capture(recorded)
+        return recorded.graph is not None
+
     def run(self, recorded: Recorded, heads: Iterable[Pass]) -> None:
         """Enqueues the body, then the passes of `heads`; the context must be current.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
@@ -14,7 +14,7 @@ from pyruntime.model.batch import Batch, Output, require_room
 from pyruntime.model.config import DOWN_SCALE, KV_DTYPES, ModelConfig
 from pyruntime.model.rope import rope_table
 from pyruntime.model.scores import Targets, TokenScores, token_scores
-from pyruntime.model.stats import Stats
+from pyruntime.model.stats import Stats, Warmed
 from pyruntime.model.tensors import layer_shapes, tensor_shapes
 from pyruntime.model.tokens import check_tokens
 from pyruntime.reference import e4m3
@@ -114,6 +114,10 @@ class ReferenceModel:
     def stats(self) -> Stats:
         """All zero: only passes on a GPU are counted."""
         return Stats()
+
+    def warm(self, passes: Sequence[tuple[int, int, bool]]) -> list[Warmed]:
+        """None: there are no graphs."""
+        return []
 
     @property
     def max_prompts(self) -> None:

@@ -41,6 +41,20 @@ def logits(engine: Engine, ids: Any, rows: Any = "last", **given: Any) -> NDArra
     return np.asarray(engine.prefill(ids, logits=rows, **given).logits)
 
 
+def poison(engine: Engine) -> None:
+    """NaN in all activations."""
+    for name, array in engine.model._decoder.activations.items():
+        if name != "counts":
+            array.fill(0xFF)
+
+
+def check_poison(engine: Engine, rows: int) -> None:
+    """It is still there past so many rows."""
+    for name, array in engine.model._decoder.activations.items():
+        if name != "counts" and not name.startswith("last_"):
+            assert (np.asarray(array)[rows:].view(np.uint8) == 0xFF).all(), name
+
+
 # The same bits
 
 
@@ -65,6 +79,50 @@ def test_replays_are_bit_equal(stem: str, weights: str, overlap: str) -> None:
         stats = engine.stats()
         assert stats.failures == 0 and stats.hits > 4 * stats.misses
         assert eager.stats().captures == eager.stats().hits == 0
+
+
+@pytest.mark.parametrize("kv_dtype", ["f16", "e4m3"])
+@WEIGHTS
+@pytest.mark.parametrize("stem", STEMS)
+def test_one_graph_serves_its_bucket(stem: str, weights: str, kv_dtype: str) -> None:
+    """All lengths, with the bits of passes launched one by one; rows that are not live stay."""
+    with (
+        load(stem, weights=weights, kv_dtype=kv_dtype) as engine,
+        load(stem, weights=weights, kv_dtype=kv_dtype, graphs="off") as eager,
+    ):
+        most = engine.config.context_length
+        buckets = [b for b in ((19, 20), (41, 44), (121, 128), (241, 250, 256)) if b[-1] <= most]
+        random = np.random.default_rng(4)
+        for lengths in buckets:
+            before = engine.stats()
+            for n in (*lengths, *lengths):
+                ids = random.integers(0, engine.config.vocab, n)
+                for rows in ("last", "all"):
+                    found = []
+                    for each in (eager, engine):
+                        poison(each)
+                        found.append(logits(each, ids, rows))
+                        check_poison(each, n)
+                    assert np.isfinite(found[0]).all() and np.array_equal(*found), (n, rows)
+            after = engine.stats()
+            assert after.captures - before.captures == 2 == after.misses - before.misses
+        assert engine.stats().failures == 0
+
+
+@WEIGHTS
+def test_warmed_lengths_are_replayed_the_first_time(weights: str) -> None:
+    """Captured before any pass has run."""
+    ids = np.random.default_rng(5).integers(0, 200, 200)
+    with load(weights=weights, graphs="off") as eager:
+        want = [logits(eager, ids[:n]) for n in (5, 43, 200)]
+    with load(weights=weights) as engine:
+        done = engine.warm([5, 42, 199])
+        assert [(w.rows, w.captured) for w in done] == [(5, True), (44, True), (208, True)]
+        assert sum(w.nbytes for w in done) == engine.stats().graph_bytes
+        found = [logits(engine, ids[:n]) for n in (5, 43, 200)]
+        assert all(map(np.array_equal, want, found))
+        stats = engine.stats()
+        assert (stats.hits, stats.misses, stats.captures, stats.failures) == (3, 0, 3, 0)
 
 
 @pytest.mark.parametrize("kv_dtype", ["f16", "e4m3"])

@@ -112,6 +112,21 @@ def test_prompts(pair: Pair) -> None:
     assert stats.hits and stats.graphs and not stats.failures
 
 
+@pytest.mark.parametrize("logits", ["last", "all"])
+def test_a_graph_serves_its_bucket_and_no_row_past_the_live_ones(pair: Pair, logits: Any) -> None:
+    """Lengths that share it, in turn; what is not live keeps its poison."""
+    model: Any = pair.gpu.model
+    for n in (31, 32, 31, 32, 31):
+        (ids,) = pair.prompts(n)
+        pair.prefill(ids, logits=logits)
+        for name, array in model._decoder.activations.items():
+            past = np.asarray(array)[1 if name.startswith("last_") else n :]
+            untouched = (past.view(np.uint8) == 0xFF).all()
+            assert untouched or name == "counts", name
+    stats = pair.gpu.stats()
+    assert (stats.captures, stats.hits, stats.misses) == (1, 4, 1)
+
+
 def test_lists(pair: Pair) -> None:
     prompts = pair.prompts(*LENGTHS)
     some = [sorted({0, n // 2, n - 1}) for n in LENGTHS]

@@ -19,7 +19,7 @@ from pyruntime.driver.graph import Graph
 from pyruntime.driver.memory import DeviceArray
 from pyruntime.driver.stream import Event, Stream
 from pyruntime.errors import CudaError, EngineError, NumericalError
-from pyruntime.model import decoder
+from pyruntime.model import decoder, gpu
 from pyruntime.model.live import LiveBlock
 
 ILLEGAL_ADDRESS = 700
@@ -70,6 +70,133 @@ def test_each_kind_of_pass_has_a_graph_of_its_own(driver: FakeDriver, load: Load
     assert engine.stats().captures == 4 and engine.stats().hits == 7
     engine.generate([1, 2], 5)
     assert driver.held()["execs"] == engine.stats().graphs == 5
+
+
+def test_a_graph_serves_all_lengths_of_its_bucket(driver: FakeDriver, load: Load) -> None:
+    engine = load(max_tokens=64, kv_tokens=64)
+    for n in (41, 44, 42, 43, 41):
+        engine.prefill([1] * n)
+    stats = engine.stats()
+    assert (stats.captures, stats.hits, stats.misses) == (1, 4, 1)
+    for n in (40, 45):  # the buckets beside it
+        engine.prefill([1] * n)
+    assert engine.stats().misses == 3
+
+
+@pytest.mark.parametrize("weights", ["fp16", "per-layer"])
+def test_eager_passes_have_the_plan_of_a_bucket(load: Load, weights: str) -> None:
+    """So that a graph, which is of the bucket, has the same bits."""
+    engine = load(graphs="off", weights=weights, max_tokens=64, kv_tokens=64)
+    counts = []
+    for n in (41, 44):
+        before = Counter(engine.launches())
+        engine.prefill([1] * n)
+        counts.append(Counter(engine.launches()) - before)
+    assert counts[0] == counts[1]
+    low, high, other = (
+        [(x.kernel.name, x.grid) for x in engine.model.recorded(n)] for n in (41, 44, 45)
+    )
+    assert low == high != other
+
+
+# Ahead of time
+
+
+@WEIGHTS
+def test_warm_lengths_are_replayed_the_first_time(
+    driver: FakeDriver, load: Load, weights: str
+) -> None:
+    engine = load(weights=weights, max_tokens=64, kv_tokens=200)
+    before = driver.calls.copy()
+    (first, last) = engine.warm([41, 44, 3])
+    added = driver.calls - before
+    assert (added["cuStreamBeginCapture"], added["cuGraphLaunch"]) == (2, 0)
+    assert [(w.rows, w.kept, w.fresh, w.captured) for w in (first, last)] == [
+        (44, 1, True, True), (3, 1, True, True),
+    ]  # fmt: skip
+    stats = engine.stats()
+    assert (stats.captures, stats.graphs, stats.hits, stats.misses) == (2, 2, 0, 0)
+    assert first.nbytes + last.nbytes == stats.graph_bytes
+    assert stats.capture_ms <= first.ms + last.ms
+    for n in (3, 42):
+        engine.prefill([1] * n)
+    assert (engine.stats().hits, engine.stats().misses) == (2, 0)
+    assert [w.captured for w in engine.warm([43, 3])] == [False, False]
+    assert engine.stats().captures == 2 and driver.misuse == []
+
+
+def test_each_pass_of_a_long_prompt_is_warmed(load: Load) -> None:
+    engine = load(max_tokens=16, kv_tokens=200)
+    for logits, kept in (("last", (0, 0, 1)), ("none", (0, 0, 0)), ("all", (16, 16, 9))):
+        found = [(w.rows, w.kept, w.fresh) for w in engine.warm([41], logits=logits)]
+        expected = list(zip((16, 16, 9), kept, (True, False, False), strict=True))
+        assert found == expected, logits
+        engine.prefill([1] * 41, logits=logits)
+    assert (engine.stats().hits, engine.stats().misses) == (9, 0)
+
+
+def test_warm_steps_of_generate_are_replayed(load: Load) -> None:
+    engine = load()
+    assert [w.fresh for w in engine.warm([1], continues=True)] == [False]
+    engine.generate([1], 3)
+    assert (engine.stats().hits, engine.stats().misses) == (2, 1)
+
+
+def test_warming_makes_the_cache_that_would_drop_the_graphs(driver: FakeDriver, load: Load) -> None:
+    engine = load(max_tokens=16, kv_tokens=None)
+    longest = engine.model._decoder.positions
+    engine.warm([4, longest])
+    assert engine._cache.capacity >= longest
+    graphs = engine.stats().graphs
+    engine.prefill([1] * 4)
+    assert engine.stats().hits == 1 and engine.stats().graphs == graphs > 1
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda:0"])
+@pytest.mark.parametrize("lengths", [[0], [-1], [10**6], [True], [2.0], ["3"]])
+def test_lengths_that_no_prompt_has_are_refused(load: Load, device: str, lengths: Any) -> None:
+    engine = load(device=device)
+    with pytest.raises(ValueError, match=r"lengths: .* is not one of 1 to \d+ tokens"):
+        engine.warm([1, *lengths])
+    with pytest.raises(ValueError, match="logits='some'"):
+        engine.warm([1], logits="some")
+    assert engine.stats().captures == 0
+
+
+def test_more_than_is_kept_is_not_warmed(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu, "PASSES", 3)
+    engine = load()
+    with pytest.raises(ValueError, match="4 kinds of passes; 3 are kept"):
+        engine.warm([1, 2, 3, 4])
+    assert engine.stats().captures == 0
+    assert len(engine.warm(iter([1, 2, 3, 2]))) == 3
+
+
+def test_without_graphs_warming_captures_nothing(driver: FakeDriver, load: Load) -> None:
+    assert load(device="cpu").warm([1, 2]) == []
+    engine = load(graphs="off")
+    assert [w.captured for w in engine.warm([1, 2])] == [False, False]
+    assert not any("Graph" in name or "Capture" in name for name in driver.calls)
+    assert engine.warm([]) == []
+    engine.close()
+    with pytest.raises(EngineError, match="closed"):
+        engine.warm([1])
+
+
+def test_a_capture_that_fails_ahead_of_time_is_counted(driver: FakeDriver, load: Load) -> None:
+    engine = load()
+    driver.fail["cuGraphInstantiate"] = (0, OUT_OF_MEMORY)
+    first, _ = engine.warm([1, 2])
+    assert (first.captured, first.nbytes) == (False, 0)
+    assert (engine.stats().failures, engine.stats().captures) == (1, 1)
+    engine.prefill([1])
+    engine.prefill([1, 2])
+    assert (engine.stats().hits, engine.stats().misses) == (1, 1)
+    driver.fail["cuGraphInstantiate"] = (0, ILLEGAL_ADDRESS)
+    with pytest.raises(CudaError, match="cuGraphInstantiate"):
+        engine.warm([3])
+    with pytest.raises(EngineError, match="lost by an earlier failure"):
+        engine.warm([4])
 
 
 def test_off_makes_no_graphs(driver: FakeDriver, load: Load) -> None:
