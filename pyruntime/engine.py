@@ -72,8 +72,8 @@ class Result:
         timings: seconds of the whole call, all its prompts included: "wall", and on a GPU "gpu"
             (between events around the passes).
         path: the backend and device that did it, such as "cuda:0 (NVIDIA H200)" or "cpu (NumPy)",
-            the attention kernel and kv_dtype where others than the default were asked for, and
-            weights where they are "per-layer".
+            the attention kernel, exact and kv_dtype where others than the default were asked for,
+            and weights where they are "per-layer".
     """
 
     logits: Any
@@ -151,7 +151,10 @@ class Engine:
                 the second time (or by `warm`), and replays it from then on: less work for the
                 host, which short prompts wait for; "off" does not (GPU only). The same bits.
                 `stats` tells how passes were run.
-            exact: "fast"; other values are refused until they exist.
+            exact: "fast", or "invariant": a row's logits, hidden state, K and V have the same bits
+                whatever its neighbours are, however its prompt was cut or packed, and whichever
+                bucket it is in (GPU only; attention is "invariant", too). Products are then by
+                one kind of kernel, which is slower for few rows.
             overlap: "auto" lets a kernel start under the tail of the one before where the GPU can
                 (sm_90 and newer); "off" does not (GPU only), for measuring and debugging. The same
                 bits.
@@ -188,11 +191,12 @@ class Engine:
                     raise ValueError(f"weights={weights!r} is for a GPU: NumPy works in float32")
                 if "off" in (graphs, overlap):
                     raise ValueError("graphs and overlap are for a GPU: NumPy has neither")
-                if attention == "invariant":
-                    raise ValueError(
-                        "attention='invariant': NumPy does not promise it: its sums may round "
-                        "otherwise where a prompt is cut otherwise"
-                    )
+                for name, value in (("attention", attention), ("exact", exact)):
+                    if value == "invariant":
+                        raise ValueError(
+                            f"{name}='invariant': NumPy does not promise it: its sums may round "
+                            "otherwise where a prompt is cut otherwise"
+                        )
                 if attention != "auto":
                     raise ValueError(f"attention={attention!r} names a GPU kernel: NumPy has none")
                 reference = ReferenceModel(file, config, kv_dtype=kv_dtype, progress=progress)
@@ -213,11 +217,13 @@ class Engine:
                 overlap=overlap != "off",
                 graphs=graphs != "off",
                 kv_dtype=kv_dtype,
+                invariant=exact == "invariant",
                 progress=progress or (lambda _: None),
             )
             path = gpu.device_name + (f", attention {attention}" if attention != "auto" else "")
             mode = gpu.weights_mode
             path += f", weights {mode}" if mode != "fp16" else ""
+            path += f", exact {exact}" if exact != "fast" else ""
             return cls(gpu, path + stored, file, gpu.max_tokens, kv_tokens, kv_limit, mode)
 
     @classmethod

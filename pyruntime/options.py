@@ -23,11 +23,13 @@ def check_options(
         ("kv_dtype", kv_dtype, KV_DTYPES),
         ("graphs", graphs, ("auto", "off")),
         ("overlap", overlap, ("auto", "off")),
-        ("exact", exact, ("fast",)),
+        ("exact", exact, ("fast", "invariant")),
     ):
         if value not in known:
             raise ValueError(f"{name}={value!r} is not supported; known: {', '.join(known)}")
     check_variant(attention)
+    if exact == "invariant" and attention not in ("auto", "invariant"):
+        raise ValueError(f"exact='invariant' goes with no attention by name, as {attention!r}")
 
 
 def sizes(config: ModelConfig, max_tokens: int | None, kv_tokens: int | None) -> tuple[int, int]:

@@ -77,7 +77,7 @@ def main(argv: list[str]) -> int:
             workers=args.workers, address=args.address, id=args.id, prefix=args.prefix,
             part_rows=args.part_rows, batch_tokens=args.batch_tokens, progress=progress,
             weights=args.weights, attention=args.attention, kv_dtype=args.kv_dtype,
-            graphs=args.graphs, max_tokens=args.max_tokens,
+            graphs=args.graphs, exact=args.exact, max_tokens=args.max_tokens,
         )  # fmt: skip
     if args.json:
         print_json("batch-report", asdict(report))

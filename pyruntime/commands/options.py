@@ -59,8 +59,13 @@ def add_engine(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     parser.add_argument(
         "--graphs", default="auto", metavar="MODE",
-        help="on a GPU: auto (default), a length of prompt that comes again is replayed as a CUDA "
+        help="on a GPU: auto (default), lengths of prompts that come again are replayed as a CUDA "
         "graph; off, kernels are always launched one by one",
+    )  # fmt: skip
+    parser.add_argument(
+        "--exact", default="fast", metavar="CLASS",
+        help="on a GPU: fast (default), or invariant: a row has the same bits whatever is run "
+        "beside it and however its prompt was cut",
     )  # fmt: skip
 
 
@@ -153,6 +158,7 @@ def loaded(args: argparse.Namespace) -> Iterator[Engine]:
             attention=args.attention,
             kv_dtype=args.kv_dtype,
             graphs=args.graphs,
+            exact=args.exact,
             max_tokens=args.max_tokens,
             progress=bar.update,
         )

@@ -156,10 +156,12 @@ def activation_bytes(c: ModelConfig, max_tokens: int) -> int:
 class Decoder:
     """Activation buffers for up to `max_tokens` rows, and passes over them, which `replayer` runs.
 
-    `variant` names the attention kernel, see `ops.attention_choice.choose`; `kv_dtype` is what the
-    caches hold. From an e4m3 cache each layer is widened into `staging`, an fp16 cache of one
-    layer, right before its attention: that is what attention reads, and the next layer overwrites
-    it.
+    `variant` names the attention kernel, see `ops.attention_choice.choose`. With `invariant`, too,
+    a row has the same bits in every pass: products are then by rows of the table that agree
+    (`ops.gemm_choice.invariant`), and where a launch could do the work of its neighbours, either
+    every pass has it so or none, whatever its shape. `kv_dtype` is what the caches hold. From an
+    e4m3 cache each layer is widened into `staging`, an fp16 cache of one layer, right before its
+    attention: that is what attention reads, and the next layer overwrites it.
     """
 
     def __init__(
@@ -171,8 +173,10 @@ class Decoder:
         replayer: Replayer,
         variant: str = "auto",
         kv_dtype: str = "f16",
+        invariant: bool = False,
     ) -> None:
         self.config = config
+        self.invariant = invariant
         self.replayer = replayer
         self.staging: Cache | None = None
         self.max_tokens = max_tokens
@@ -292,7 +296,7 @@ class Decoder:
         with program.role("head"):
             gemm(
                 program, self._library, a=normed, w=weights.outer["output"], c=logits,
-                rows=piece.counted, max_rows=rows, epilogue="f32",
+                rows=piece.counted, max_rows=rows, epilogue="f32", invariant=self.invariant,
             )  # fmt: skip
         self._cap(program, logits, piece.counted)
         return Pass(program)
@@ -362,7 +366,7 @@ class Decoder:
             with p.role("o"):
                 gemm(
                     p, lib, a=attended, w=weights["attn_output"], c=act.get("branch", x),
-                    rows=count, max_rows=rows, epilogue=joins,
+                    rows=count, max_rows=rows, epilogue=joins, invariant=self.invariant,
                 )  # fmt: skip
             post = weights.get("post_attention_norm")
             self._norm(p, x, weights["ffn_norm"], count, rows, site + 4, post)
@@ -371,11 +375,13 @@ class Decoder:
                     p, lib, a=act["normed"], w=weights["gate_up"], c=act["swiglu"],
                     rows=count, max_rows=rows, epilogue=GATES[c.activation],
                     scale=DOWN_SCALE, overflow=live.overflow, site=site + 5,
+                    invariant=self.invariant,
                 )  # fmt: skip
             with p.role("down"):
                 gemm(
                     p, lib, a=act["swiglu"], w=weights["down"], c=act.get("branch", x),
                     rows=count, max_rows=rows, epilogue=joins, scale=1 / DOWN_SCALE,
+                    invariant=self.invariant,
                 )  # fmt: skip
             last = layer == c.layers - 1
             following = w.outer["output_norm"] if last else w.layers[layer + 1]["attn_norm"]
@@ -459,6 +465,7 @@ class Decoder:
             bias=weights[layer].get("qkv_bias"),
             q_norm=weights[layer].get("q_norm"),
             k_norm=weights[layer].get("k_norm"),
+            invariant=self.invariant,
         )
 
     def _attention(self, p: Program, schedule: Schedule, layer: int) -> None:

@@ -78,6 +78,8 @@ class GpuModel:
         overlap: whether launches of a pass may overlap, see `Program.enqueue`.
         graphs: whether passes that come again become graphs, see `model.replay`.
         kv_dtype: what caches hold, "f16" or "e4m3", see `model.cache.Cache`.
+        invariant: whether a row has the same bits whatever its pass holds besides; attention is
+            then "invariant", too.
         progress: called with the file bytes of each piece that has arrived.
 
     Raises:
@@ -102,10 +104,12 @@ class GpuModel:
         overlap: bool = True,
         graphs: bool = True,
         kv_dtype: str = "f16",
+        invariant: bool = False,
         progress: Callable[[int], object] = lambda _: None,
     ) -> None:
         self.config = config
         self.kv_dtype = kv_dtype
+        self.invariant = invariant
         self.overlap = overlap
         self.gpu_seconds = 0.0  # of the last forward pass
         self.host_span = (0.0, 0.0)  # and its first enqueue and end of waiting (perf_counter)
@@ -140,7 +144,8 @@ class GpuModel:
         graphs: bool,
         progress: Callable[[int], object],
     ) -> None:
-        config = self.config
+        config, invariant = self.config, self.invariant
+        attention = "invariant" if invariant else attention
         self.device = self._owned(Device(ordinal))
         self.library = library = self._owned(Library(self.device))
         _check_sizes(file, config, library, attention)
@@ -163,7 +168,9 @@ class GpuModel:
         )  # fmt: skip
         weights: Weights | StreamedWeights
         if packed:
-            weights = StreamedWeights(file, config, library, self.max_tokens, progress, alike)
+            weights = StreamedWeights(
+                file, config, library, self.max_tokens, progress, alike, invariant
+            )
             self._streams.append(weights.pipeline.stream)
         else:
             weights = Weights(file, config, library, progress, alike)
@@ -171,9 +178,10 @@ class GpuModel:
         self._replayer = self._owned(Replayer(self._stream, overlap=self.overlap, graphs=graphs))
         self._decoder = self._owned(
             Decoder(
-                library, config, weights, self.max_tokens, self._replayer, attention, self.kv_dtype
+                library, config, weights, self.max_tokens, self._replayer, attention,
+                self.kv_dtype, invariant,
             )
-        )
+        )  # fmt: skip
         self._decoder.reserve_positions(kv_tokens)
         # Sizes are refused here, not later.
         self._decoder.recorded(Shape.single(self.max_tokens, self.max_tokens))

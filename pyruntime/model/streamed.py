@@ -67,6 +67,7 @@ class StreamedWeights:
         max_tokens: rows of a pass.
         progress: called with the number of file bytes of each piece that has arrived.
         alike: how the rows of q/k/v shall lie, see `pyruntime.ops.qkv`; 0: as in the file.
+        invariant: of the product with the output matrix, see `ops.gemm.gemm`.
 
     Raises:
         OutOfMemoryError, GGUFError, NumericalError: see `Weights`.
@@ -80,8 +81,10 @@ class StreamedWeights:
         max_tokens: int,
         progress: Callable[[int], object],
         alike: int = 0,
+        invariant: bool = False,
     ) -> None:
         self.alike = alike
+        self._invariant = invariant
         self._config, self._library = config, library
         self._output = file.tensors["token_embd.weight" if config.tied else "output.weight"]
         self._checked: list[str] = []  # tensor names; their place is their overflow site
@@ -203,7 +206,7 @@ class StreamedWeights:
         """
         c, (count, _) = self._config, logits.shape
         # As for the whole product: rows of the table that split k round otherwise than others.
-        kernel = choice(self._library, "f32", count, c.vocab, c.hidden)
+        kernel = choice(self._library, "f32", count, c.vocab, c.hidden, self._invariant)
         blocks = self._blocks(kept)
         fills = [self._head_fill(*b) for b in blocks] if kept > 1 else list(self._head_fills)
         if ready:

@@ -7,6 +7,7 @@ from pyruntime.driver.library import Kernel, Library, kept
 from pyruntime.driver.memory import DeviceArray
 from pyruntime.driver.program import Program
 from pyruntime.driver.tensormap import TensorMap, tensor_map
+from pyruntime.ops import gemm_choice
 from pyruntime.ops.gemm_choice import at_once, choose, units
 
 ALIGNMENT = 16  # bytes; of rows that are read or written 16 bytes at a time
@@ -29,6 +30,7 @@ def gemm(
     scale: float = 1.0,
     overflow: DeviceArray | int = 0,
     site: int = 0,
+    invariant: bool = False,
     kernel: Kernel | None = None,
 ) -> None:
     """Records the product of the live rows of `a` with `w`, and what `epilogue` does with it.
@@ -47,6 +49,8 @@ def gemm(
         max_rows: the most that `rows` will hold; sizes the grid.
         overflow, site: where results are float16, `site` is left there if it is lower and a result
             is not finite.
+        invariant: whether a row of c must have the same bits whatever `max_rows` is, see
+            `gemm_choice.invariant`.
         kernel: a row of the table, instead of the one that `choose` picks.
 
     Raises:
@@ -58,7 +62,7 @@ def gemm(
         raise ValueError(f"gemm: {epilogue} needs an overflow word")
     (n, k), device = w.shape, library.device
     if kernel is None:
-        kernel = choice(library, epilogue, max_rows, n, k)
+        kernel = choice(library, epilogue, max_rows, n, k, invariant)
     program.add(
         kernel,
         grid=blocks(kernel, max_rows, n, device),
@@ -74,10 +78,17 @@ def gemm(
 
 
 @kept  # all layers of a model ask the same
-def choice(library: Library, epilogue: str, m: int, n: int, k: int) -> Kernel:
-    """The row of the table for `epilogue` of an [m, n] product over k; see `choose`."""
-    found = [x for x in library.family("gemm") if x.spec.tile["epilogue"] == epilogue]
-    return choose(found, m, n, k, library.device)
+def choice(library: Library, epilogue: str, m: int, n: int, k: int, invariant: bool) -> Kernel:
+    """The row of the table for `epilogue` of an [m, n] product over k; see `choose`, `gemm`."""
+    return choose(rows_for(library, epilogue, invariant), m, n, k, library.device)
+
+
+def rows_for(library: Library, epilogue: str, invariant: bool) -> list[Kernel]:
+    """The rows of the table that may be chosen. Raises CubinError: there are none at all."""
+    rows = library.family("gemm")
+    if invariant:
+        rows = gemm_choice.invariant(rows)
+    return [row for row in rows if row.spec.tile["epilogue"] == epilogue]
 
 
 def blocks(kernel: Kernel, max_rows: int, n: int, device: Device) -> int:

@@ -79,6 +79,19 @@ def choose(kernels: Sequence[Kernel], m: int, n: int, k: int, device: Limits) ->
     return min(found, key=lambda row: (found[row], row.name))
 
 
+def invariant(kernels: Iterable[Kernel]) -> list[Kernel]:
+    """Those rows of a device's table that all give a row of C the same bits, whatever m and n are.
+
+    They are of one engine for all epilogues: wgmma without a split of k where the device has it,
+    else mma. What follows the product is element by element, so a product to float32 that another
+    launch rotates or gates gives what its own epilogue would.
+    """
+    rows = list(kernels)
+    engine = "wgmma" if any(row.spec.tile["engine"] == "wgmma" for row in rows) else "mma"
+    tiles = ((row, row.spec.tile) for row in rows)
+    return [row for row, tile in tiles if tile["engine"] == engine and tile.get("split", 1) == 1]
+
+
 def costs(kernels: Iterable[Kernel], m: int, n: int, k: int, device: Limits) -> dict[Kernel, float]:
     """Cycles of an H200 that each row should take.
 

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from pyruntime.driver.library import Kernel, Library, kept
 from pyruntime.driver.memory import DeviceArray
 from pyruntime.driver.program import Program
-from pyruntime.ops.gemm import ALIGNMENT, blocks, choice, gemm, operands
+from pyruntime.ops.gemm import ALIGNMENT, blocks, choice, gemm, operands, rows_for
 from pyruntime.ops.gemm_choice import MEMORY_BYTES, costs
 from pyruntime.ops.rope import GROUP, check_paired, check_rotary, rope
 
@@ -63,21 +63,21 @@ def paired_rows(
 
 
 @kept  # all layers of a model ask the same
-def rotating(library: Library, m: int, n: int, k: int) -> Kernel | None:
+def rotating(library: Library, m: int, n: int, k: int, invariant: bool) -> Kernel | None:
     """The row of the table that makes [m, n] of q, k, v from k inputs in one launch.
 
     None where a product and a launch of rope should be faster: with few rows of A, for which there
     are engines that cannot rotate.
     """
-    device, rows = library.device, library.family("gemm")
+    device = library.device
     one, two = (
-        costs((x for x in rows if x.spec.tile["epilogue"] == epilogue), m, n, k, device)
+        costs(rows_for(library, epilogue, invariant), m, n, k, device)
         for epilogue in ("qkv", "f32")
     )
     moved = (4 + 2) * m * n / (MEMORY_BYTES["stream"] * device.sm_count)
     if not one or min(one.values()) > min(two.values()) + ROPE_LAUNCH + moved:
         return None
-    return choice(library, "qkv", m, n, k)
+    return choice(library, "qkv", m, n, k, invariant)
 
 
 def qkv(
@@ -109,6 +109,7 @@ def qkv(
     bias: DeviceArray | None = None,
     q_norm: DeviceArray | None = None,
     k_norm: DeviceArray | None = None,
+    invariant: bool = False,
     kernel: Kernel | None = None,
 ) -> None:
     """Records q of the live rows of `a`, and the store of their k and v in the cache.
@@ -122,6 +123,7 @@ def qkv(
             `paired_rows` has them if `alike` is not 0; see `gemm`.
         product: float32 [at least max_rows, rows of w], what two launches hand to one another.
         rows: device int32, the count of live rows, which `live` holds as well.
+        invariant: see `gemm`; one launch and two then give the same bits.
         kernel: the row of the table for one launch, instead of what `rotating` says.
         q and all others: see `rope`.
 
@@ -130,12 +132,13 @@ def qkv(
     """
     n, k = w.shape
     if alike and kernel is None:
-        kernel = rotating(library, max_rows, n, k)
+        kernel = rotating(library, max_rows, n, k, invariant)
     if kernel is None:
         with program.role("qkv"):
             gemm(
-                program, library, a=a, w=w, c=product, rows=rows, max_rows=max_rows, epilogue="f32"
-            )
+                program, library, a=a, w=w, c=product, rows=rows, max_rows=max_rows,
+                epilogue="f32", invariant=invariant,
+            )  # fmt: skip
         rope(
             program, library, qkv=product, q=q, live=live, sequences=sequences,
             sequence_of=sequence_of, positions=positions, cosines=cosines, sines=sines,

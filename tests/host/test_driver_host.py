@@ -318,12 +318,12 @@ def test_sections_of_a_program_are_what_lies_between_cuts() -> None:
 def test_what_a_library_was_asked_goes_with_it(driver: FakeDriver) -> None:
     device = Device(0)
     library = Library(device)
-    row = choice(library, "f32", 64, 256, 512)
-    assert choice(library, "f32", 64, 256, 512) is row
-    rotating(library, 64, 256, 512)
+    row = choice(library, "f32", 64, 256, 512, False)
+    assert choice(library, "f32", 64, 256, 512, False) is row
+    rotating(library, 64, 256, 512, False)
     library.close()
     with pytest.raises(CubinError, match="no kernel of family gemm"):
-        choice(library, "f32", 64, 256, 512)
+        choice(library, "f32", 64, 256, 512, False)
     gone = weakref.ref(library)
     del library
     gc.collect()

@@ -86,6 +86,7 @@ def test_too_long_a_prompt_changes_nothing(engine: Engine) -> None:
         {"attention": "r46"},
         {"kv_dtype": "e5m2"},
         {"exact": "invariant"},
+        {"exact": "bitwise"},
         {"graphs": "on"},
         {"overlap": "on"},
         {"device": "tpu"},

@@ -16,7 +16,7 @@ from pyruntime.driver.library import Kernel
 from pyruntime.driver.program import Program
 from pyruntime.errors import CubinError
 from pyruntime.ops.gemm import GATED, OUTPUTS, gemm
-from pyruntime.ops.gemm_choice import choose, costs, units
+from pyruntime.ops.gemm_choice import choose, costs, invariant, units
 
 # Multiprocessors, their shared memory and the reserve per block (CUDA C++ programming guide,
 # technical specifications per compute capability).
@@ -62,6 +62,16 @@ def test_choice_fits_and_does_not_depend_on_order(kernels: list[Kernel], name: s
             chosen = choose(kernels, m, n, k, device)
             assert chosen.spec.smem_bytes + device.smem_reserved <= device.smem_per_sm
             assert choose(kernels[::-1], m, n, k, device) is chosen
+
+
+def test_invariant_rows_are_of_one_engine_and_split_nothing(
+    kernels: list[Kernel], hopper: list[Kernel]
+) -> None:
+    found = invariant(hopper)
+    assert {(x.spec.tile["engine"], x.spec.tile["split"]) for x in found} == {("wgmma", 1)}
+    assert {x.spec.tile["epilogue"] for x in found} == {*OUTPUTS, "qkv"}
+    assert len(found) < len([x for x in hopper if x.spec.tile["engine"] == "wgmma"])
+    assert invariant(kernels) == kernels and len(kernels) > 1
 
 
 def test_a_row_too_large_is_never_chosen(kernels: list[Kernel]) -> None:

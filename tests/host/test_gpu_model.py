@@ -24,7 +24,7 @@ Load = Callable[..., Engine]
 # Of norms. The largest seen are 4.4e-3 and 4e-2; the faults below are off by 0.6 and more. Kernels
 # round to fp16 what they hand on; codes of an e4m3 cache are then other ones here and there.
 TOLERANCES = {"f16": 1e-2, "e4m3": 0.1}
-# Golden model, weights, kv_dtype, attention.
+# Golden model, weights, kv_dtype, attention, exact.
 CONFIGURATIONS = (
     ("llama-q8_0", "fp16", "f16", "auto"),
     ("llama-q8_0", "per-layer", "e4m3", "fast"),
@@ -34,6 +34,7 @@ CONFIGURATIONS = (
     ("gemma2-q4_0", "per-layer", "e4m3", "auto"),
     ("gemma2-q4_0", "per-layer", "f16", "fast"),
     ("qwen3-q6_k", "fp16", "f16", "fast"),  # q/k norms
+    ("qwen2-q8_0", "per-layer", "f16", "auto", "invariant"),
 )
 LENGTHS = (7, 1, 40, 3, 20, 12)  # of prompts: more than a pass has rows, also in one of them
 
@@ -46,9 +47,12 @@ def kernels(driver: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> NumpyKernels
 class Pair:
     """An engine on the fake driver and one on the NumPy backend, asked for the same."""
 
-    def __init__(self, load: Load, stem: str, weights: str, kv_dtype: str, attention: str) -> None:
+    def __init__(
+        self, load: Load, stem: str, weights: str, kv_dtype: str, attention: str,
+        exact: str = "fast",
+    ) -> None:  # fmt: skip
         options = {"model": GOLDEN / f"tiny-{stem}.gguf", "kv_dtype": kv_dtype, "kv_tokens": 96}
-        self.gpu = load(**options, weights=weights, attention=attention, max_tokens=32)
+        self.gpu = load(**options, weights=weights, attention=attention, exact=exact, max_tokens=32)
         self.cpu = load(**options, device="cpu")
         self.tolerance = TOLERANCES[kv_dtype]
         self._rng = np.random.default_rng(1)
