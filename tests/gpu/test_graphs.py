@@ -101,8 +101,14 @@ def test_one_graph_serves_its_bucket(stem: str, weights: str, kv_dtype: str) -> 
                     found = []
                     for each in (eager, engine):
                         poison(each)
-                        found.append(logits(each, ids, rows))
+                        cache = each.new_cache(lengths[-1] + 3)
+                        for array in cache.arrays[:2]:
+                            array.fill(0xFF)
+                        found.append(logits(each, ids, rows, cache=cache))
                         check_poison(each, n)
+                        free = [np.asarray(array)[:, :, n:] for array in cache.arrays[:2]]
+                        assert all((x.view(np.uint8) == 0xFF).all() for x in free)
+                        cache.close()
                     assert np.isfinite(found[0]).all() and np.array_equal(*found), (n, rows)
             after = engine.stats()
             assert after.captures - before.captures == 2 == after.misses - before.misses
@@ -357,6 +363,7 @@ def test_another_threads_capture_is_its_own(gpu: Any) -> None:
             for _ in range(3):
                 assert np.isfinite(logits(engine, [1, 2, 3])).all()
             assert engine.stats().hits == 2 and engine.stats().failures == 0
+            assert [w.captured for w in engine.warm([2, 20])] == [True, True]
     finally:
         over.set()
         thread.join()
