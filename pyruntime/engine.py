@@ -440,6 +440,37 @@ class Engine:
             )
         return {"gpu": seconds} if seconds else {}
 
+    def tokenize(self, text: str | Ids, *, begins: bool = True, ends: bool = False) -> Rows:
+        """The ids of a text, or ids as they are, checked, which may be none: int32 [nt].
+
+        With BOS where the text `begins`, and then EOS where it `ends`, if the model has them there:
+        `embed` takes texts that begin and end, `score` and `perplexity` such that begin.
+
+        Raises: ValueError: bad ids. TokenizerError: text without a vocabulary.
+        """
+        if not isinstance(text, str):
+            return check_tokens(text, self.config.vocab, empty=True)
+        return self.tokenizer.encode(text, add_special=begins, goes_on=not ends)
+
+    def tokenize_pair(self, prompt: str | Ids, continuation: str | Ids) -> tuple[Rows, Rows]:
+        """The ids of a prompt and of its continuation, int32 [nt] each, as `score` takes them.
+
+        Of two texts the whole is tokenized, and the tokens after as many as the prompt alone comes
+        to are the continuation's.
+
+        Raises: as `tokenize`; ValueError for a continuation that adds no token to its prompt.
+        """
+        context = self.tokenize(prompt)
+        if isinstance(prompt, str) and isinstance(continuation, str):
+            rest = self.tokenize(prompt + continuation)[len(context) :]
+            if continuation and not len(rest):
+                raise ValueError(
+                    f"together with its prompt {continuation!r:.100} makes no more tokens than the "
+                    "prompt alone: give token ids"
+                )
+            return context, rest
+        return context, self.tokenize(continuation, begins=False)
+
     def score(
         self,
         prompts: Sequence[str | Ids],
@@ -456,9 +487,8 @@ class Engine:
         such as answers to choose from, are run once.
 
         Args:
-            prompts, continuations: token ids, or texts; as many of the one as of the other. Of two
-                texts the whole is tokenized, and the tokens after as many as the prompt alone
-                comes to are the continuation's, of which there must be one. A prompt may be empty.
+            prompts, continuations: token ids, or texts; as many of the one as of the other. See
+                `tokenize_pair` for two texts. A prompt may be empty.
             logits_bytes: what logits may take at a time.
             timeout: see `prefill`.
 
@@ -470,21 +500,8 @@ class Engine:
         if len(prompts) != len(continuations):
             raise ValueError(f"{len(prompts)} prompts and {len(continuations)} continuations")
         pairs = zip(prompts, continuations, strict=True)
-        texts = named(pairs, lambda pair: self._halves(*pair))
+        texts = named(pairs, lambda pair: self.tokenize_pair(*pair))
         return self._score(texts, logits_bytes, deadline)
-
-    def _halves(self, prompt: str | Ids, continuation: str | Ids) -> tuple[Rows, Rows]:
-        """The ids of a prompt and of its continuation."""
-        context = self._ids(prompt)
-        if isinstance(prompt, str) and isinstance(continuation, str):
-            rest = self._ids(prompt + continuation)[len(context) :]
-            if continuation and not len(rest):
-                raise ValueError(
-                    f"together with its prompt {continuation!r:.100} makes no more tokens than the "
-                    "prompt alone: give token ids"
-                )
-            return context, rest
-        return context, self._ids(continuation, begins=False)
 
     def _score(
         self, texts: Sequence[tuple[Rows, Rows]], most: int, deadline: Deadline
@@ -524,7 +541,7 @@ class Engine:
         Raises: as `score`; ValueError for a text of fewer than two tokens.
         """
         deadline = Deadline.of(timeout)
-        ids = self._ids(text)
+        ids = self.tokenize(text)
         longest = min(self.config.context_length, self.kv_tokens)
         window = longest if window is None else window
         stride = max(window // 2, 1) if stride is None else stride
@@ -558,21 +575,12 @@ class Engine:
             raise ValueError(f"pooling={pooling!r}: 'mean' or 'last'")
         if isinstance(texts, str):
             raise ValueError("texts: a list is needed, even for one text")
-        prompts = named(texts, lambda text: self._ids(text, ends=True))
+        prompts = named(texts, lambda text: self.tokenize(text, ends=True))
         found = self._prefill(prompts, None, "none", pooling, deadline) if prompts else []
         vectors = np.concatenate([np.empty((0, self.config.hidden)), *(r.hidden for r in found)])
         if normalize:
             vectors = vectors / np.linalg.norm(vectors, axis=1, keepdims=True)
         return vectors.astype(np.float32)
-
-    def _ids(self, text: str | Ids, *, begins: bool = True, ends: bool = False) -> Rows:
-        """Ids as they are, checked, which may be none; or those of a text.
-
-        With BOS where it `begins` and EOS where it `ends`, if the model has them there.
-        """
-        if not isinstance(text, str):
-            return check_tokens(text, self.config.vocab, empty=True)
-        return self.tokenizer.encode(text, add_special=begins, goes_on=not ends)
 
     def generate(self, ids: ArrayLike, n: int, *, timeout: Timeout = None) -> list[int]:
         """Up to `n` greedy tokens after `ids`, each the argmax of the logits; stops before EOS.

@@ -12,7 +12,6 @@ from numpy.typing import NDArray
 
 from pyruntime.engine import Engine
 from pyruntime.errors import NumericalError, TokenizerError
-from pyruntime.model.tokens import check_tokens
 
 Ids = NDArray[np.int32]
 _SHOWN = 40  # characters of a value that is no text
@@ -63,15 +62,11 @@ class Score:
         return self.prompt, self.continuation
 
     def ids(self, engine: Engine, values: dict[str, Any]) -> tuple[Ids, ...]:
-        prompt, continuation = (values[name] for name in self.columns)
-        context = _encode(engine, self.prompt, prompt)
-        if isinstance(prompt, str) and isinstance(continuation, str):
-            rest = _encode(engine, self.continuation, prompt + continuation)[len(context) :]
-        else:
-            rest = _encode(engine, self.continuation, continuation, begins=False)
+        for name in self.columns:
+            _check(engine, name, values[name])
+        context, rest = engine.tokenize_pair(values[self.prompt], values[self.continuation])
         if not len(rest):
-            fault = "adds no token to its prompt: give token ids" if continuation else "is empty"
-            raise ValueError(f"{self.continuation} {fault}")
+            raise ValueError(f"{self.continuation} is empty")
         _check_length(engine, len(context) + len(rest) - 1)  # the last one is not run
         return context, rest
 
@@ -99,7 +94,8 @@ class Embed:
         return (self.text,)
 
     def ids(self, engine: Engine, values: dict[str, Any]) -> tuple[Ids, ...]:
-        found = _encode(engine, self.text, values[self.text], ends=True)
+        _check(engine, self.text, values[self.text])
+        found = engine.tokenize(values[self.text], ends=True)
         if values[self.text] == "" or not len(found):
             raise ValueError(f"{self.text} is empty")
         _check_length(engine, len(found))
@@ -111,19 +107,18 @@ class Embed:
         return [{"embedding": vector} for vector in vectors.tolist()]
 
 
-def _encode(
-    engine: Engine, name: str, value: Any, *, begins: bool = True, ends: bool = False
-) -> Ids:
-    """Of a text or of token ids, as `Engine.score` and `embed` make them. Raises ValueError."""
+def _check(engine: Engine, name: str, value: Any) -> None:
+    """Refuses what is neither a text that the model can read nor a list, of token ids.
+
+    Raises ValueError, TokenizerError.
+    """
     if value is None:
         raise ValueError(f"no {name}")
-    if isinstance(value, list):
-        return check_tokens(value, engine.config.vocab, empty=True)
-    if not isinstance(value, str):
+    if isinstance(value, str):
+        if not engine.has_vocabulary:
+            raise TokenizerError(f"{name}: this model has no vocabulary: give token ids instead")
+    elif not isinstance(value, list):
         raise ValueError(f"{name} is {repr(value)[:_SHOWN]}: neither a text nor token ids")
-    if not engine.has_vocabulary:
-        raise TokenizerError(f"{name}: this model has no vocabulary: give token ids instead")
-    return engine.tokenizer.encode(value, add_special=begins, goes_on=not ends)
 
 
 def _check_length(engine: Engine, tokens: int) -> None:

@@ -253,6 +253,21 @@ def test_scores_need_as_many_of_both(engine: Engine) -> None:
         engine.score([[1]], [[1]], logits_bytes=0)
 
 
+def test_texts_are_scored_and_embedded_as_they_are_tokenized(tmp_path: Path) -> None:
+    with Engine.load(write_spoken_model(tmp_path / "m.gguf"), device="cpu") as engine:
+        pair = "The", " the cat"
+        context, rest = engine.tokenize_pair(*pair)
+        assert context.tolist() == engine.tokenize(pair[0]).tolist() and rest.dtype == np.int32
+        assert [*context, *rest] == engine.tokenize("".join(pair)).tolist() and len(rest) > 1
+        (text,), (ids,) = engine.score(*([x] for x in pair)), engine.score([context], [rest])
+        assert text.log_probs == ids.log_probs
+        ended = engine.tokenize(pair[0], ends=True)
+        assert np.array_equal(engine.embed([pair[0]]), engine.embed([ended]))
+        assert engine.tokenize([]).tolist() == [] and engine.tokenize((3, 1)).tolist() == [3, 1]
+        with pytest.raises(ValueError, match="token id -1 at position 0"):
+            engine.tokenize([-1])
+
+
 def test_a_text_that_its_prompt_takes_in_is_refused(tmp_path: Path) -> None:
     """Without tokens of its own it would be the likeliest of all."""
     with Engine.load(write_spoken_model(tmp_path / "m.gguf"), device="cpu") as engine:
