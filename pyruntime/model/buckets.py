@@ -8,8 +8,8 @@ of the decoder, whatever the bucket.
 Steps are powers of two, and no more than a ninth of the length: up to 17 every length is its own
 bucket, and grids have less than 1/9 (11.2 %) more rows than are live. From 1152 on a step is 128,
 the rows of the tallest tile of a matrix product: every length has as many tiles as its bucket, and
-below that the height of every tile is an edge. So a bucket costs no tile that does work, and the
-products are chosen as for the length itself, unless two rows of the table are about equally fast.
+below that the height of every tile is an edge. So a bucket costs no tile that does work, and on an
+H200 the cost model picks the same rows of the GEMM table as for the length itself.
 """
 
 from __future__ import annotations

@@ -15,6 +15,7 @@ from pyruntime.driver import api, tensormap
 from pyruntime.driver.library import Kernel
 from pyruntime.driver.program import Program
 from pyruntime.errors import CubinError
+from pyruntime.model.buckets import bucket
 from pyruntime.ops.gemm import GATED, OUTPUTS, gemm
 from pyruntime.ops.gemm_choice import choose, costs, invariant, units
 
@@ -72,6 +73,21 @@ def test_invariant_rows_are_of_one_engine_and_split_nothing(
     assert {x.spec.tile["epilogue"] for x in found} == {*OUTPUTS, "qkv"}
     assert len(found) < len([x for x in hopper if x.spec.tile["engine"] == "wgmma"])
     assert invariant(kernels) == kernels and len(kernels) > 1
+
+
+@pytest.mark.parametrize(
+    ("epilogue", "n", "k"),
+    [("qkv", 4608, 3584), ("add", 3584, 18944), ("swiglu", 37888, 3584), ("add", 896, 896),
+     ("swiglu", 9728, 896)],
+)  # fmt: skip
+def test_a_bucket_changes_no_choice(hopper: list[Kernel], epilogue: str, n: int, k: int) -> None:
+    """Of Qwen2.5's products: a length in it is run by the rows that it would have had alone."""
+    rows = [kernel for kernel in hopper if kernel.spec.tile["epilogue"] == epilogue]
+    lengths = (*range(1, 400), *range(401, 4097, 97))
+    chosen = {m: choose(rows, m, n, k, DEVICES["H200"]) for m in lengths}
+    for m, row in chosen.items():
+        assert choose(rows, bucket(m, 4096), n, k, DEVICES["H200"]) is row, m
+    assert len(set(chosen.values())) > 3
 
 
 def test_a_row_too_large_is_never_chosen(kernels: list[Kernel]) -> None:
