@@ -1,0 +1,4 @@
+#include "pool.cuh"
+
+#define POOL(threads) KERNEL(pool_t##threads, Pool<threads>)
+#include "../table.def"
