@@ -4,7 +4,7 @@
 
 For prompts of several lengths with four answers each, of one token (which are run once) or of
 eight: requests per second, rows of passes per second, and of the time the part that the GPU was
-at work in passes; the rest is the output matrix, the copy of logits and their softmax on the host.
+at work in passes; the rest is the output matrix, the scores, and what the host does in between.
 Without --model a file of Qwen2.5-0.5B shapes is made up. Medians of ROUNDS, all raw values in
 --json.
 """

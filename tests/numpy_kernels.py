@@ -27,6 +27,7 @@ from numpy.typing import DTypeLike, NDArray
 from order import kept_launches
 
 from pyruntime.driver.program import Launch
+from pyruntime.model.scores import Targets, token_scores
 from pyruntime.ops.attention_schedule import UNLIMITED
 from pyruntime.ops.qkv import paired_rows
 from pyruntime.reference import e4m3
@@ -334,7 +335,33 @@ def _softcap(work: Work) -> None:
     x[...] = softcap(x, cap)
 
 
+def _scores(work: Work) -> None:
+    count, vocab = work.count(), work.given["vocab"]
+    work.covers(0, count)
+    logits, first = work.rows("logits", count), work.rows("first", count + 1)
+    log_probs, greedy = (work.rows(name, int(first[-1])) for name in ("log_probs", "greedy"))
+    tokens = work.rows("tokens", int(first[-1]))[first[0] :]
+    each = np.diff(first)
+    work.require(logits.shape[1] == vocab, f"{vocab} columns of logits {logits.shape}")
+    work.require(first[0] >= 0 and (each >= 0).all(), f"targets from {first}")
+    work.require(((tokens >= 0) & (tokens < vocab)).all(), f"tokens {tokens} of {vocab}")
+    rows = np.repeat(np.arange(count, dtype=np.int32), each)
+    found = token_scores(logits.copy(), Targets(rows, tokens))
+    log_probs[first[0] :], greedy[first[0] :] = found
+
+
+def _pool(work: Work) -> None:
+    count = work.count("count")
+    work.covers(0, count)
+    work.covers(1, work.given["columns"], int(work.tile["columns"]))
+    x, sums = work.array("x"), work.rows("sums", count)
+    for out, (first, rows) in zip(sums, work.rows("spans", count).tolist(), strict=True):
+        work.require(0 <= first <= first + rows <= len(x), f"{rows} rows from {first} of {x.shape}")
+        out[...] = x[first : first + rows].sum(0, dtype=np.float32)
+
+
 FAMILIES: dict[str, Callable[[Work], None]] = {
     "dequant": _dequant, "rows": _rows, "norm": _norm, "gemm": _gemm, "rope": _rope,
     "widen": _widen, "schedule": _schedule, "attention": _attention, "softcap": _softcap,
+    "scores": _scores, "pool": _pool,
 }  # fmt: skip

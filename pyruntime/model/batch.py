@@ -45,7 +45,7 @@ class Prompt(NamedTuple):
     Attributes:
         ids: int32 [nt], nt >= 1, each below the vocabulary.
         cache: a cache of the model, as long as it was before the pass.
-        logits, hidden: ascending indices into `ids`, int32.
+        logits, hidden: ascending indices into `ids`, int32; those of `hidden` follow one another.
     """
 
     ids: Rows
@@ -120,14 +120,16 @@ class Batch:
 
 
 class Output(NamedTuple):
-    """What a pass gives, for the rows that were wanted, in their order.
+    """What a pass gives, in the order of its prompts.
 
     Attributes:
-        logits: float32 [rows, vocab]. hidden: float32 [rows, hidden], on the host.
+        logits: float32 [rows that logits are wanted of, vocab].
+        sums: of each prompt that hidden states are wanted of, their sum: [prompts, hidden], on the
+            host, float32 from a GPU and float64 from NumPy.
     """
 
     logits: Any
-    hidden: NDArray[np.float32]
+    sums: NDArray[np.floating[Any]]
 
 
 def runs(rows: Rows, most: int) -> list[tuple[int, int]]:

@@ -249,15 +249,14 @@ class Gathered:
 
     def take(self, batch: Batch, parts: list[Part], given: Output) -> None:
         """What a pass gave."""
-        row = state = 0
+        row, sums = 0, iter(given.sums)
         for prompt, part in zip(batch.prompts, parts, strict=True):
-            rows, states = len(prompt.logits), len(prompt.hidden)
+            rows = len(prompt.logits)
             if rows:
                 self._add(part, _rows(given.logits, row, row + rows, len(batch.logits)))
-            if states:
-                hidden = given.hidden[state : state + states]
-                self._sums[part.prompt] += hidden.sum(0, dtype=np.float64)
-            row, state = row + rows, state + states
+            if len(prompt.hidden):
+                self._sums[part.prompt] += next(sums).astype(np.float64)
+            row += rows
 
     def _add(self, part: Part, own: Any) -> None:
         """Of a prompt in one pass the array itself, of many passes all together on the host."""

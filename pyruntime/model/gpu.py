@@ -5,12 +5,14 @@ from __future__ import annotations
 import time
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
+from itertools import chain
 from typing import TYPE_CHECKING, Literal, Protocol, TypeVar
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 
 from pyruntime.driver import api
 from pyruntime.driver.device import Device
@@ -35,8 +37,9 @@ from pyruntime.model.decoder import PASSES, Decoder, Piece, Shape, site_name
 from pyruntime.model.footprint import cache_bytes, plan
 from pyruntime.model.live import NO_OVERFLOW, max_sequences
 from pyruntime.model.pipeline import Pass
+from pyruntime.model.readout import Pooled, Scorer
 from pyruntime.model.replay import Recorded, Replayer
-from pyruntime.model.scores import Targets, TokenScores, token_scores
+from pyruntime.model.scores import Targets, TokenScores
 from pyruntime.model.stats import Stats, Warmed
 from pyruntime.model.streamed import StreamedWeights
 from pyruntime.model.tokens import check_tokens
@@ -111,10 +114,10 @@ class GpuModel:
         self.kv_dtype = kv_dtype
         self.invariant = invariant
         self.overlap = overlap
-        self.gpu_seconds = 0.0  # of the last forward pass
+        self.gpu_seconds = 0.0  # of the last forward pass, its logits and scores
         self.host_span = (0.0, 0.0)  # and its first enqueue and end of waiting (perf_counter)
         self.turns = Turns()
-        self._nothing = np.empty((0, config.hidden), np.float32)  # hidden states
+        self._nothing = np.empty((0, config.hidden), np.float32)  # sums of hidden states
         self._lost = ""  # the failure that lost the device's context, if one did
         self._resources = ExitStack()
         self._underway = Underway()
@@ -343,13 +346,19 @@ class GpuModel:
                 if out is None and shape[0]:
                     out = DeviceArray(self.device, shape, FLOAT32, what="logits", spare=True)
                 with self._at_work(batch, out):
-                    self._run(batch, form, out)
-                    hidden = self._hidden(batch, form)
+                    recorded = self._decoder.recorded(form)
+                    heads, pooled = self._heads(batch, recorded, out), self._pooled(batch, form)
+                    if pooled is None:
+                        self._run(batch, recorded, heads)
+                        sums = self._nothing
+                    else:
+                        self._run(batch, recorded, chain(heads, pooled.passes()))
+                        sums = pooled.download()
             except CudaError as error:
                 self._note(error)
                 raise
             batch.store()
-        return Output(out, hidden)
+        return Output(out, sums)
 
     def score(self, batch: Batch, targets: Targets, *, most_bytes: int) -> TokenScores:
         """`run`, with the scores of tokens after its rows instead of logits.
@@ -369,15 +378,18 @@ class GpuModel:
             rows = max((piece.rows for piece in pieces), default=0)
             logits = DeviceArray(self.device, (rows, vocab), np.float32, what="logits of a piece")
             with self._at_work(batch, logits):
-                self._run(batch, form, None)
-                for piece in pieces:
-                    out = logits.rows(0, piece.rows)
-                    with self.device.current():
-                        self._replayer.follow(decoder.head(decoder.recorded(form), piece, out))
-                        self._wait()
-                    part, own = targets.within(piece.before, piece.before + piece.rows)
-                    scores = token_scores(np.asarray(out), own)
-                    found.log_probs[part], found.greedy[part] = scores
+                recorded = decoder.recorded(form)
+                scorer = Scorer(
+                    self.library, decoder.activations, partial(decoder.head, recorded), pieces,
+                    targets, logits,
+                )  # fmt: skip
+                for part in scorer.parts:
+                    passes = scorer.passes(part)
+                    if part.start == 0:
+                        self._run(batch, recorded, passes)
+                    else:
+                        self._go_on(passes)
+                    scorer.download(part, found)
             batch.store()
             logits.close()
         return found
@@ -388,14 +400,12 @@ class GpuModel:
         self._check_room(batch)
         return Shape.of(batch, self.max_tokens)
 
-    def _hidden(self, batch: Batch, shape: Shape) -> NDArray[np.float32]:
-        """The hidden states that a batch wants, once its pass is over."""
+    def _pooled(self, batch: Batch, shape: Shape) -> Pooled | None:
+        """Of the hidden states that a batch wants, if it wants any."""
         if not len(batch.hidden):
-            return self._nothing
-        normed = self._decoder.activations["normed"]
-        index = batch.hidden if shape.every_row else batch.kept_places(batch.hidden)
-        first, last = int(index[0]), int(index[-1])
-        return np.asarray(normed.rows(first, last + 1), np.float32)[index - first]
+            return None
+        places = batch.hidden if shape.every_row else batch.kept_places(batch.hidden)
+        return Pooled(self.library, self._decoder.activations, batch, places)
 
     def recorded(self, rows: int) -> list[Launch]:
         """The launches of a prefill of `rows` tokens that wants the last one's logits."""
@@ -459,15 +469,14 @@ class GpuModel:
             )
         cache.check_open()
 
-    def _run(self, batch: Batch, shape: Shape, logits: DeviceArray | None) -> None:
-        """The pass, with its logits where they are wanted; waits for it, and looks what it left."""
+    def _run(self, batch: Batch, recorded: Recorded, heads: Iterable[Pass]) -> None:
+        """The pass and what comes after its body; waits for it, and looks what it left."""
         decoder, stream = self._decoder, self._stream
-        recorded = decoder.recorded(shape)
         with self.device.current():
             enqueued = time.perf_counter()
             stream.record(self._started)
-            self._upload(batch, shape)
-            self._replayer.run(recorded, self._heads(batch, recorded, logits))
+            self._upload(batch, recorded.shape)
+            self._replayer.run(recorded, heads)
             decoder.live.download_overflow(stream)
             stream.record(self._ended)
             self._wait()
@@ -476,6 +485,16 @@ class GpuModel:
         if (site := decoder.live.overflow_site) != NO_OVERFLOW:
             where = site_name(site, self.config.layers)
             raise NumericalError(f"{where} holds a value beyond fp16's ±65504 or a NaN")
+
+    def _go_on(self, heads: Iterable[Pass]) -> None:
+        """More of what comes after the body of the last pass; waits for it."""
+        with self.device.current():
+            self._stream.record(self._started)
+            for head in heads:
+                self._replayer.follow(head)
+            self._stream.record(self._ended)
+            self._wait()
+            self.gpu_seconds += self._ended.milliseconds_since(self._started) / 1e3
 
     def _heads(
         self, batch: Batch, recorded: Recorded, logits: DeviceArray | None

@@ -89,6 +89,7 @@ class Replayer:
     def run(self, recorded: Recorded, heads: Iterable[Pass]) -> None:
         """Enqueues the body, then the passes of `heads`; the context must be current.
 
+        What goes through a pipeline may end in a copy or in a wait, after which a run begins anew.
         These may be made when they are asked for, while the GPU works on the body.
 
         Raises:
@@ -102,10 +103,10 @@ class Replayer:
         else:
             recorded.body.enqueue(self._stream, overlap=self._overlap)
         recorded.enqueued += 1
-        follows = graph is None
+        follows = graph is None and recorded.body.pipeline is None
         for head in heads:
             self.follow(head, follows)
-            follows = True
+            follows = head.pipeline is None
         recorded.runs += 1
         if graph is not None:
             self._stats.hits += 1

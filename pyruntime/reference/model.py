@@ -146,10 +146,10 @@ class ReferenceModel:
         NumericalError where a value is not finite; the caches then keep their lengths.
         """
         rows = list(zip(batch.prompts, self._normed(batch), strict=True))
-        hidden = np.concatenate([x[p.hidden] for p, x in rows])
+        sums = [x[p.hidden].sum(0, dtype=np.float64) for p, x in rows if len(p.hidden)]
         logits = [self._logits(x[p.logits]) for p, x in rows]
         batch.store()
-        return Output(np.concatenate(logits) if len(batch.logits) else None, hidden)
+        return Output(np.concatenate(logits) if len(batch.logits) else None, np.array(sums))
 
     def score(self, batch: Batch, targets: Targets, *, most_bytes: int) -> TokenScores:
         """`run`, with the scores of tokens after its rows instead of logits.

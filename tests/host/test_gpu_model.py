@@ -16,6 +16,7 @@ from goldens import GOLDEN
 from numpy_kernels import NumpyKernels
 
 from pyruntime import Engine
+from pyruntime.driver.memory import DeviceArray
 from pyruntime.model.batch import REGION
 from pyruntime.model.cache import Cache, Region
 from pyruntime.model.live import LiveBlock
@@ -162,6 +163,25 @@ def test_scores_and_embeddings(pair: Pair) -> None:
     pair.compare(pair.gpu.embed(prompts), pair.cpu.embed(prompts))
 
 
+def test_more_targets_than_a_pass_has_rows(pair: Pair) -> None:
+    """Many answers to choose from; some are two tokens long, so rows before the last have several
+    targets, too."""
+    texts: list[tuple[np.ndarray, np.ndarray]] = []
+    for ids in pair.prompts(9, 20, 9):
+        texts += [(ids, token) for token in pair.prompts(*[1] * 30)]
+        texts += [(ids[:-1], np.append(ids[-1:], token)) for token in pair.prompts(*[1] * 7)]
+    prompts, more = zip(*texts, strict=True)
+    expected = pair.cpu.score(prompts, more)
+    for rows in (1, 3, 1 << 10):  # of logits at a time
+        pair.poison()
+        found = pair.gpu.score(prompts, more, logits_bytes=rows * 4 * pair.cpu.config.vocab)
+        for ours, theirs in zip(found, expected, strict=True):
+            pair.compare(ours.log_probs, theirs.log_probs)
+    ids, best = prompts[0], int(np.asarray(pair.gpu.prefill(prompts[0]).logits).argmax())
+    found = pair.gpu.score([ids] * 50, [[(best + i) % pair.cpu.config.vocab] for i in range(50)])
+    assert [score.greedy for score in found] == [[True], *[[False]] * 49]
+
+
 # What makes it fail
 
 WRONG = r"off by .* of the norm"
@@ -199,6 +219,41 @@ def test_a_wrong_live_block_is_found(
     off_by_one(monkeypatch, name, place)
     with pytest.raises(AssertionError, match=message):
         llama.prefill(prompts)
+
+
+@pytest.mark.parametrize(
+    ("name", "place", "message"),
+    [
+        ("targets", 1, WRONG),  # where the second row's begin
+        ("targets", 6, WRONG),  # the first one's token
+        ("spans", (0, 1), WRONG),
+        ("spans", (1, 0), WRONG),
+    ],
+)
+def test_a_wrong_readout_is_found(
+    llama: Pair, monkeypatch: pytest.MonkeyPatch, name: str, place: Any, message: str
+) -> None:
+    prompts, more = llama.prompts(6, 5), llama.prompts(2, 3)
+    model: Any = llama.gpu.model
+    array = model._decoder.activations[name]
+    upload = DeviceArray.upload
+
+    def wrong(to: DeviceArray, values: np.ndarray) -> DeviceArray:
+        if to.ptr == array.ptr:
+            values = values.copy()
+            values[place] ^= 1
+        return upload(to, values)
+
+    def differ() -> None:
+        found, expected = (e.score(prompts, more) for e in (llama.gpu, llama.cpu))
+        for ours, theirs in zip(found, expected, strict=True):
+            llama.compare(ours.log_probs, theirs.log_probs)
+        llama.compare(llama.gpu.embed(prompts), llama.cpu.embed(prompts))
+
+    differ()
+    monkeypatch.setattr(DeviceArray, "upload", wrong)
+    with pytest.raises(AssertionError, match=message):
+        differ()
 
 
 def test_regions_that_overlap_are_found(llama: Pair, monkeypatch: pytest.MonkeyPatch) -> None:

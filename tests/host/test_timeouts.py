@@ -87,9 +87,10 @@ def test_the_next_call_waits_for_what_the_last_one_left(driver: FakeDriver, load
 @pytest.mark.usefixtures("clock")
 @pytest.mark.parametrize("passes", [0, 1])
 def test_a_score_that_takes_too_long(driver: FakeDriver, load: Load, passes: int) -> None:
-    """In its pass, or after it, when logits are made."""
-    engine = load()
-    expected = engine.score([[1, 2]], [[3, 4]])
+    """In its pass, or after it, when there are more targets than a pass has rows."""
+    engine = load(max_tokens=4)
+    texts = [[1, 2]] * 3, [[3, 4], [3, 5], [3, 6]]
+    expected = engine.score(*texts)
     driver.slow = math.inf if passes == 0 else 1
 
     def slow_down(name: str, arguments: tuple[Any, ...]) -> None:
@@ -98,10 +99,10 @@ def test_a_score_that_takes_too_long(driver: FakeDriver, load: Load, passes: int
 
     driver.hook = slow_down
     with pytest.raises(WaitTimeoutError, match="the GPU was still at work"):
-        engine.score([[1, 2]], [[3, 4]], timeout=SHORT)
+        engine.score(*texts, timeout=SHORT)
     gc.collect()
     driver.hook, driver.slow = lambda name, arguments: None, 0
-    assert driver.working and engine.score([[1, 2]], [[3, 4]]) == expected
+    assert driver.working and engine.score(*texts) == expected
 
 
 def test_a_wait_that_is_long_enough_asks_and_one_without_end_does_not(
