@@ -15,7 +15,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from numbers import Real
 
 from pyruntime.errors import BusyError, EngineError, WaitTimeoutError
@@ -43,7 +43,7 @@ class Deadline:
     @classmethod
     def of(cls, timeout: float | Deadline | None) -> Deadline:
         """The deadline itself, or that of a number of seconds."""
-        if timeout is None:
+        if timeout is None or timeout is NEVER:
             return NEVER
         return timeout if isinstance(timeout, Deadline) else cls(timeout)
 
@@ -63,9 +63,16 @@ class Deadline:
 
 
 NEVER = Deadline()
+_forks = 0  # that this process has come of, since the module was loaded
 
 
-_WITHIN = nullcontext()  # of a turn that the thread has
+def _note_fork() -> None:
+    global _forks
+    _forks += 1
+
+
+if hasattr(os, "register_at_fork"):  # where processes fork; asking for an id is a system call
+    os.register_at_fork(after_in_child=_note_fork)
 
 
 class Turns:
@@ -77,9 +84,11 @@ class Turns:
 
     def __init__(self) -> None:
         self.deadline = NEVER
-        self._process = os.getpid()
+        self._forks = _forks
         self._lock = threading.RLock()  # of the thread whose turn it is
         self._is_mine: Callable[[], bool] = self._lock._is_owned  # type: ignore[attr-defined]
+        self._end: Callable[..., None] = self._lock.__exit__
+        self._endless = _Turn(self, NEVER)  # it holds nothing of a turn: all threads may share it
         # A locked gate for each thread that waits. The first one waits for `_lock`, the others wait
         # for their gates, and who leaves the queue opens the gate that is the first then.
         self._queue: deque[threading.Lock] = deque()
@@ -87,14 +96,14 @@ class Turns:
     @property
     def forked(self) -> bool:
         """Whether this process is a child of the one that made this object."""
-        return self._process != os.getpid()
+        return self._forks != _forks
 
     def check_process(self) -> None:
         """Raises EngineError in a forked child: a thread that the child lacks may have the lock."""
         if self.forked:
             raise EngineError("this engine belongs to the parent process: load one after the fork")
 
-    def turn(self, timeout: float | Deadline | None = None) -> AbstractContextManager[None]:
+    def turn(self, timeout: float | Deadline | None = None) -> AbstractContextManager[object]:
         """Waits for the turn of a `with` block, which ends with it however that ends.
 
         An interrupt while it waits takes the thread out of the queue. A block within a block has
@@ -104,9 +113,12 @@ class Turns:
             BusyError: the time ran out first. EngineError: see `check_process`. ValueError: see
             `Deadline`.
         """
-        self.check_process()
+        if self._forks != _forks:
+            self.check_process()
+        if self._is_mine():
+            return self._lock  # which may be got again
         deadline = Deadline.of(timeout)
-        return _WITHIN if self._is_mine() else _Turn(self, deadline)
+        return self._endless if deadline is NEVER else _Turn(self, deadline)
 
 
 class _Turn:
@@ -118,13 +130,13 @@ class _Turn:
 
     def __init__(self, turns: Turns, deadline: Deadline) -> None:
         self._turns, self._deadline = turns, deadline
-        self.__exit__ = turns._lock.__exit__
+        self.__exit__ = turns._end
 
     def __enter__(self) -> None:
         turns = self._turns
         lock = turns._lock
         try:
-            if turns._queue or not lock.acquire(blocking=False):
+            if turns._queue or not lock.acquire(False):
                 self._join()
             turns.deadline = self._deadline
         except BaseException:

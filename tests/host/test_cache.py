@@ -318,10 +318,10 @@ def test_a_context_lost_by_a_copy_is_remembered(driver: FakeDriver, load: Load, 
 def test_copies_of_a_closed_or_forked_engine_are_refused(load: Load, use: str) -> None:
     engine = load()
     cache = engine.new_cache(8)
-    engine.model.turns._process -= 1
+    engine.model.turns._forks -= 1
     with pytest.raises(EngineError, match="belongs to the parent process"):
         USES[use](cache)
-    engine.model.turns._process += 1
+    engine.model.turns._forks += 1
     engine.close()
     with pytest.raises(EngineError, match="has been closed"):
         USES[use](cache)
