@@ -51,6 +51,10 @@ class Filled(ABC):
             raise ValueError(f"a cache of length {self.length} cannot be cut to {tokens!r}")
         self._tokens = self._tokens[:tokens]
 
+    def clear(self) -> None:
+        """Forgets all positions."""
+        self._tokens = Filled._tokens
+
     def append(self, ids: NDArray[np.int32], start: int) -> None:
         """For backends: a pass that began at `length` = `start` has stored `ids` there.
 
@@ -76,13 +80,15 @@ class AnyCache(Filled):
 
     They are float16, in NumPy float32. With kv_dtype "e4m3" they are uint8 codes, each row times
     its scale: `k_scale` and `v_scale`, float32 [layers, kv heads, capacity], which are None
-    otherwise. The first `length` positions are filled. `owner` is the model that may use it.
+    otherwise. `capacity` positions fit, of which the first `length` are filled. `owner` is the
+    model that may use it.
 
     On a GPU `fork`, `export` and `import_` wait until no other call is at work on the model, and
     also raise EngineError (closed, forked or lost) and CudaError.
     """
 
     owner: Any
+    capacity: int
     k: Any
     v: Any
     k_scale: Any
@@ -92,11 +98,6 @@ class AnyCache(Filled):
     def kv_dtype(self) -> str:
         """What K and V are: "f16" or "e4m3"."""
         return "f16" if self.k_scale is None else "e4m3"
-
-    @property
-    def capacity(self) -> int:
-        """Positions that fit."""
-        return int(self.k.shape[2])
 
     def fork(self, capacity: int | None = None) -> Self:
         """A new cache of the same model, for `capacity` positions (default: as many), that holds a

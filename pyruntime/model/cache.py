@@ -28,9 +28,7 @@ class Positions(Protocol):
     """
 
     length: int
-
-    @property
-    def stride(self) -> int: ...
+    stride: int
 
     @property
     def addresses(self) -> tuple[int, ...]: ...
@@ -57,6 +55,7 @@ class Cache(AnyCache):
         layers: int | None = None,
     ) -> None:
         self.owner = owner
+        self.capacity = self.stride = tokens
         layout = cache_layout(config, tokens, kv_dtype, layers=layers)
         # In one statement: no frame of a failure's traceback keeps K when there is no room for V.
         arrays = {
@@ -76,11 +75,6 @@ class Cache(AnyCache):
             except BaseException:
                 self.close()
                 raise
-
-    @property
-    def stride(self) -> int:
-        """See `Positions`."""
-        return self.capacity
 
     @property
     def closed(self) -> bool:
@@ -136,20 +130,16 @@ class Region(Filled):
     """Positions [first, first + capacity) of the cache `base`, as a cache; see `Cache.region`."""
 
     def __init__(self, base: Cache, first: int, capacity: int) -> None:
-        self.owner, self.kv_dtype = base.owner, base.kv_dtype
-        self.base, self.first, self.capacity = base, first, capacity
-
-    @property
-    def stride(self) -> int:
-        """See `Positions`."""
-        return self.base.capacity
+        self.owner, self.base, self.stride = base.owner, base, base.stride
+        self.first, self.capacity = first, capacity
 
     @property
     def addresses(self) -> tuple[int, ...]:
         """See `Positions`."""
-        base, found = self.base, []
+        base = self.base
         if not self.first:
             return base.addresses
+        found = []
         for array in (base.k, base.v, base.k_scale, base.v_scale):
             if array is not None:
                 found.append(array.ptr + self.first * (array.nbytes // math.prod(array.shape[:3])))

@@ -26,6 +26,9 @@ class Cache(AnyCache):
     v_scale: Array | None = None
     closed: bool = False
 
+    def __post_init__(self) -> None:
+        self.capacity = self.k.shape[2]
+
     def region(self, first: int, tokens: int) -> Cache:
         """Positions [first, first + tokens) as a cache of their own, empty, in the same memory."""
         if first < 0 or tokens < 1 or first + tokens > self.capacity:
