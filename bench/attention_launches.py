@@ -42,10 +42,12 @@ class Prompt:
         maps = DeviceArray(library.device, *MAPS_LAYOUT).upload(key_maps(library, k, v))
         self._arrays = (k, v, maps)
         addresses = tuple(array.ptr for array in self._arrays)
-        cache = SimpleNamespace(length=0, stride=self._rows, addresses=addresses)
+        cache = SimpleNamespace(
+            length=0, capacity=self._rows, stride=self._rows, addresses=addresses
+        )
         self._block, ids = LiveBlock(library.device, self._rows), np.zeros(self._rows, np.int32)
         batch = Batch([Part(ids, cache)])
-        batch.begin()
+        batch.begin(lambda cache: None)
         with library.device.current():
             self._block.upload(stream, batch, batch.kept)
         self._workspace = Workspace(

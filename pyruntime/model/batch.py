@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import Any, Literal, NamedTuple
 
@@ -59,24 +59,24 @@ class Batch:
 
     Attributes:
         prompts: as given. rows: of all of them. longest: the most rows of one.
-        first_rows: where each prompt begins, and at the end the rows of all.
         starts: positions that were cached before each when the pass began (`begin`).
+        fresh: whether nothing was cached then before any of them.
         logits, hidden: the rows of the pass whose logits or hidden states are wanted, ascending.
         kept: those of which anything is.
     """
 
-    __slots__ = ("first_rows", "hidden", "kept", "logits", "longest", "prompts", "rows", "starts")
+    __slots__ = ("fresh", "hidden", "kept", "logits", "longest", "prompts", "rows", "starts")
 
     def __init__(self, prompts: Sequence[Prompt]) -> None:
-        lengths = [len(prompt.ids) for prompt in prompts]
         self.prompts = prompts
-        self.longest = max(lengths)
-        self.first_rows = [0, *accumulate(lengths)]
-        self.rows = self.first_rows[-1]
-        _, _, self.logits, self.hidden = prompts[0]
+        ids, _, self.logits, self.hidden = prompts[0]
+        self.rows = self.longest = len(ids)
         if len(prompts) > 1:
-            self.logits = self._of_pass([prompt.logits for prompt in prompts])
-            self.hidden = self._of_pass([prompt.hidden for prompt in prompts])
+            lengths = [len(prompt.ids) for prompt in prompts]
+            self.rows, self.longest = sum(lengths), max(lengths)
+            firsts = list(accumulate(lengths, initial=0))
+            self.logits = _of_pass([prompt.logits for prompt in prompts], firsts)
+            self.hidden = _of_pass([prompt.hidden for prompt in prompts], firsts)
         self.kept = self.logits
         if len(self.hidden):
             self.kept = self.hidden
@@ -92,14 +92,20 @@ class Batch:
             [Prompt(ids, cache, ascending(0 if logits == "all" else len(ids) - 1, len(ids)))]
         )
 
-    def begin(self) -> None:
-        """Says that the pass begins, after what its caches hold now."""
-        self.starts = [prompt.cache.length for prompt in self.prompts]
+    def begin(self, check_cache: Callable[[Any], None]) -> None:
+        """Says that the pass begins, after what its caches hold now.
 
-    @property
-    def fresh(self) -> bool:
-        """Whether nothing was cached before any of them."""
-        return not any(self.starts)
+        Raises ValueError: `check_cache` refuses one, it has no room, or two prompts share one.
+        """
+        self.starts = starts = list[int]()
+        for ids, cache, _, _ in self.prompts:
+            check_cache(cache)
+            start = cache.length
+            require_room(cache, len(ids), start)
+            starts.append(start)
+        if len(starts) > 1 and len({id(prompt.cache) for prompt in self.prompts}) < len(starts):
+            raise ValueError("two prompts of a pass share a cache")
+        self.fresh = not any(starts)
 
     def store(self) -> None:
         """Says that the pass has been made: its tokens are now those of its caches, too."""
@@ -112,11 +118,10 @@ class Batch:
             return ascending(0, len(rows))
         return np.searchsorted(self.kept, rows).astype(np.int32)
 
-    def _of_pass(self, rows: list[Rows]) -> Rows:
-        """Rows of each prompt as rows of the pass."""
-        return np.concatenate(
-            [own + np.int32(first) for own, first in zip(rows, self.first_rows, strict=False)]
-        )
+
+def _of_pass(rows: list[Rows], firsts: list[int]) -> Rows:
+    """Rows of each prompt as rows of the pass, in which it begins at these."""
+    return np.concatenate([own + np.int32(first) for own, first in zip(rows, firsts, strict=False)])
 
 
 class Output(NamedTuple):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict
 from contextlib import ExitStack, suppress
+from functools import lru_cache
 from itertools import chain
 from typing import NamedTuple
 
@@ -70,6 +71,7 @@ class Shape(NamedTuple):
         return cls.holding(batch.rows, batch.longest, prompts, kept, batch.fresh, max_tokens)
 
     @classmethod
+    @lru_cache(1024)
     def holding(
         cls, rows: int, longest: int, sequences: int, kept: int, fresh: bool, max_tokens: int
     ) -> Shape:
@@ -99,7 +101,7 @@ class Shape(NamedTuple):
         """The rows of a batch that are gathered: those that are kept, in the last layer; where all
         are, those whose logits are wanted, before the output matrix.
         """
-        return batch.logits if self.every_row else batch.kept
+        return batch.logits if self.kept == self.rows else batch.kept
 
 
 class Piece(NamedTuple):

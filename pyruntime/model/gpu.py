@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from itertools import chain
-from typing import TYPE_CHECKING, Literal, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -30,8 +30,8 @@ from pyruntime.errors import (
     WaitTimeoutError,
 )
 from pyruntime.model import pipeline
-from pyruntime.model.batch import Batch, Output, require_room, whole_regions
-from pyruntime.model.cache import Cache, Region
+from pyruntime.model.batch import Batch, Output, whole_regions
+from pyruntime.model.cache import Cache
 from pyruntime.model.config import ModelConfig
 from pyruntime.model.decoder import PASSES, Decoder, Piece, Shape, site_name
 from pyruntime.model.footprint import cache_bytes, plan
@@ -396,8 +396,14 @@ class GpuModel:
 
     def _begin(self, batch: Batch) -> Shape:
         """Begins a pass, if there is room: in its turn, as another call may have filled a cache."""
-        batch.begin()
-        self._check_room(batch)
+        batch.begin(self.check_cache)
+        if batch.rows > self.max_tokens:
+            raise _too_much(batch.rows, "tokens", self.max_tokens)
+        if len(batch.prompts) > self.max_prompts:
+            raise _too_much(len(batch.prompts), "prompts", self.max_prompts)
+        most = self.pass_positions
+        if most is not None and (count := self._places(batch)[-1]) > most:
+            raise _too_much(count, "positions in 8-bit caches", most)
         return Shape.of(batch, self.max_tokens)
 
     def _pooled(self, batch: Batch, shape: Shape) -> Pooled | None:
@@ -444,30 +450,14 @@ class GpuModel:
                 yield launches, self._stream
                 self._settle()
 
-    def _check_room(self, batch: Batch) -> None:
-        caches = [prompt.cache for prompt in batch.prompts]
-        for prompt in batch.prompts:
-            self.check_cache(prompt.cache)
-            require_room(prompt.cache, len(prompt.ids), prompt.cache.length)
-        if len(set(map(id, caches))) < len(caches):
-            raise ValueError("two prompts of a pass share a cache")
-        limits = [
-            (batch.rows, self.max_tokens, "tokens"),
-            (len(caches), self.max_prompts, "prompts"),
-        ]
-        if (positions := self.pass_positions) is not None:
-            limits.append((self._places(batch)[-1], positions, "positions in 8-bit caches"))
-        for count, most, what in limits:
-            if count > most:
-                raise ValueError(f"{count} {what} in one pass; this model was loaded for {most}")
-
-    def check_cache(self, cache: object) -> None:
+    def check_cache(self, cache: Any) -> None:
         """Raises ValueError unless it is an open one of this model."""
-        if not isinstance(cache, (Cache, Region)) or cache.owner is not self:
+        if getattr(cache, "owner", None) is not self:
             raise ValueError(
                 f"this cache belongs to another model than {self.config.name} on {self.device_name}"
             )
-        cache.check_open()
+        if cache.closed:
+            cache.check_open()
 
     def _run(self, batch: Batch, recorded: Recorded, heads: Iterable[Pass]) -> None:
         """The pass and what comes after its body; waits for it, and looks what it left."""
@@ -603,6 +593,10 @@ class _AtWork:
         # A block that was never left may be dropped in another thread's turn.
         if not isinstance(error, (WaitTimeoutError, GeneratorExit)):
             self._model._settle()
+
+
+def _too_much(count: int, what: str, most: int) -> ValueError:
+    return ValueError(f"{count} {what} in one pass; this model was loaded for {most}")
 
 
 def _abandon(resources: ExitStack, underway: list[Stream]) -> None:

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from pyruntime.errors import NumericalError
-from pyruntime.model.batch import Batch, Output, require_room
+from pyruntime.model.batch import Batch, Output
 from pyruntime.model.config import DOWN_SCALE, KV_DTYPES, ModelConfig
 from pyruntime.model.rope import rope_table
 from pyruntime.model.scores import Targets, TokenScores, token_scores
@@ -171,13 +171,7 @@ class ReferenceModel:
     def _normed(self, batch: Batch) -> list[Array]:
         """Begins a pass: of each prompt the rows after the output norm, [nt, hidden]; those that
         nothing is wanted of are left undefined."""
-        batch.begin()
-        caches = [prompt.cache for prompt in batch.prompts]
-        for prompt in batch.prompts:
-            self.check_cache(prompt.cache)
-            require_room(prompt.cache, len(prompt.ids), prompt.cache.length)
-        if len({id(cache) for cache in caches}) < len(caches):
-            raise ValueError("two prompts of a pass share a cache")
+        batch.begin(self.check_cache)
         found = []
         for prompt in batch.prompts:
             x = self._body(prompt.ids, prompt.cache)

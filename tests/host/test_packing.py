@@ -91,7 +91,9 @@ def test_more_than_there_may_be_is_not_cut() -> None:
 
 
 class Fixed:
-    """A cache that has a length and nothing else."""
+    """A cache that has a length, and room for anything."""
+
+    capacity = 1 << 30
 
     def __init__(self, length: int = 0) -> None:
         self.length = length
@@ -102,7 +104,7 @@ def batch(*prompts: tuple[int, list[int], list[int]], start: int = 0) -> Batch:
         return np.array(values, np.int32)
 
     found = Batch([Prompt(rows([0] * n), Fixed(start), rows(a), rows(b)) for n, a, b in prompts])
-    found.begin()
+    found.begin(lambda cache: None)
     return found
 
 
