@@ -48,8 +48,9 @@ class Prompt:
         self._block, ids = LiveBlock(library.device, self._rows), np.zeros(self._rows, np.int32)
         batch = Batch([Part(ids, cache)])
         batch.begin(lambda cache: None)
+        self._block.fill(batch, batch.kept)
         with library.device.current():
-            self._block.upload(stream, batch, batch.kept)
+            self._block.upload(stream)
         self._workspace = Workspace(
             library, head_dim=self._head_dim, heads=self._heads, max_rows=self._rows,
             max_sequences=1,

@@ -5,9 +5,9 @@
 For each length, after a rest ("burst": the host's caches have turned to other things by then, too)
 and back to back ("sustained"), for both ways of `graphs`, one after the other in time:
 
+before      until the first enqueue: ids are checked, the turn is taken
 allocation  making the array for the logits: its memory is spare, or comes from the driver
-before      the rest until the first enqueue: ids are checked, the turn is taken
-enqueue     from there until the host waits: the time that a GPU may wait
+enqueue     the rest until the host waits
 wait        until the stream is done
 after       from there until `prefill` returns
 drop        of the result, whose logits are spare then, or freed
@@ -53,7 +53,7 @@ from pyruntime.measure.series import REGIMES
 LENGTHS = (1, 16, 128, 512)
 ROUNDS, CALLS = 21, 1000
 WAYS = ("off", "auto")
-PARTS = ("allocation_us", "before_us", "enqueue_us", "wait_us", "after_us", "drop_us")
+PARTS = ("before_us", "allocation_us", "enqueue_us", "wait_us", "after_us", "drop_us")
 BESIDE = ("cpu_us", "cpu_without_wait_us", "gpu_ms", "wall_ms")
 
 
@@ -70,7 +70,7 @@ class Watch:
         self._patches = ExitStack()
 
     def __enter__(self) -> Watch:
-        wait: Callable[[Stream, float | None], bool] = Stream.synchronize
+        wait: Callable[[Stream, float | None], bool] = Stream.finish
         make: Callable[..., None] = DeviceArray.__init__
 
         def timed_wait(stream: Stream, seconds: float | None = None) -> bool:
@@ -84,7 +84,7 @@ class Watch:
             make(array, *args, **options)
             self.allocation += time.perf_counter() - began
 
-        self._patches.enter_context(patch.object(Stream, "synchronize", timed_wait))
+        self._patches.enter_context(patch.object(Stream, "finish", timed_wait))
         self._patches.enter_context(patch.object(DeviceArray, "__init__", timed_make))
         return self
 
@@ -135,9 +135,9 @@ def call(engine: Engine, ids: Any, watch: Watch, rest: float) -> dict[str, float
     gone = time.perf_counter()
     first, _ = gpu_model(engine).host_span
     return {
+        "before_us": 1e6 * (first - started),
         "allocation_us": 1e6 * allocation,
-        "before_us": 1e6 * (first - started - allocation),
-        "enqueue_us": 1e6 * (watch.began - first),
+        "enqueue_us": 1e6 * (watch.began - first - allocation),
         "wait_us": 1e6 * (watch.ended - watch.began),
         "after_us": 1e6 * (returned - watch.ended),
         "drop_us": 1e6 * (gone - dropped),

@@ -47,16 +47,20 @@ class Stream:
                 pauses that grow with the time that has passed, from 20 us to 1 ms.
         """
         with self.device.current():
-            if seconds is None:
-                api.call("cuStreamSynchronize", self.handle)
-                return True
-            began = time.monotonic()
-            while not self._is_done():
-                passed = time.monotonic() - began
-                if passed >= seconds:
-                    return False
-                time.sleep(min(max(passed / 8, 20e-6), 1e-3, seconds - passed))
+            return self.finish(seconds)
+
+    def finish(self, seconds: float | None = None) -> bool:
+        """What `synchronize` does; the device's context must be current."""
+        if seconds is None:
+            api.call("cuStreamSynchronize", self.handle)
             return True
+        began = time.monotonic()
+        while not self._is_done():
+            passed = time.monotonic() - began
+            if passed >= seconds:
+                return False
+            time.sleep(min(max(passed / 8, 20e-6), 1e-3, seconds - passed))
+        return True
 
     def _is_done(self) -> bool:
         try:
@@ -130,7 +134,11 @@ class Event:
     def milliseconds_since(self, earlier: Event) -> float:
         """Milliseconds between two reached events, to about 0.5 us."""
         with self._device.current():
-            return float(api.call("cuEventElapsedTime", earlier.handle, self.handle))
+            return self.elapsed(earlier)
+
+    def elapsed(self, earlier: Event) -> float:
+        """What `milliseconds_since` gives; the device's context must be current."""
+        return float(api.call("cuEventElapsedTime", earlier.handle, self.handle))
 
     def close(self) -> None:
         """Destroys the event. Idempotent."""

@@ -8,7 +8,6 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
-from itertools import chain
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 
 import numpy as np
@@ -31,7 +30,7 @@ from pyruntime.errors import (
 )
 from pyruntime.model import pipeline
 from pyruntime.model.batch import Batch, Output, whole_regions
-from pyruntime.model.cache import Cache
+from pyruntime.model.cache import Cache, Region
 from pyruntime.model.config import ModelConfig
 from pyruntime.model.decoder import PASSES, Decoder, Piece, Shape, site_name
 from pyruntime.model.footprint import cache_bytes, plan
@@ -121,6 +120,7 @@ class GpuModel:
         self._lost = ""  # the failure that lost the device's context, if one did
         self._resources = ExitStack()
         self._underway = Underway()
+        self._at_work = _AtWork(self)
         streams = self._underway.streams
         weakref.finalize(self, _abandon, self._resources, streams).atexit = False
         self._open = True
@@ -333,27 +333,25 @@ class GpuModel:
             EngineError: closed, forked, or lost.
             WaitTimeoutError: the time of the turn ran out; the caches keep their lengths.
         """
-        shape = (len(batch.logits), self.config.vocab)
-        if out is not None and (out.shape != shape or out.dtype != FLOAT32 or out.ptr % 16):
-            raise ValueError(
-                f"logits of shape {list(shape)} do not go to an {out} at {out.ptr:#x}: it must be "
-                "float32 of that shape and 16-byte aligned"
-            )
+        if out is not None:
+            shape = (len(batch.logits), self.config.vocab)
+            if out.shape != shape or out.dtype != FLOAT32 or out.ptr % 16:
+                raise ValueError(
+                    f"logits of shape {list(shape)} do not go to an {out} at {out.ptr:#x}: it must "
+                    "be float32 of that shape and 16-byte aligned"
+                )
         with self.turns.turn():  # as `_entry`, but without a generator, which takes microseconds
-            self._make_ready()
+            if self._underway.streams or self._lost or not self._open:
+                self._make_ready()
             try:
                 form = self._begin(batch)
-                if out is None and shape[0]:
-                    out = DeviceArray(self.device, shape, FLOAT32, what="logits", spare=True)
-                with self._at_work(batch, out):
-                    recorded = self._decoder.recorded(form)
-                    heads, pooled = self._heads(batch, recorded, out), self._pooled(batch, form)
-                    if pooled is None:
-                        self._run(batch, recorded, heads)
-                        sums = self._nothing
-                    else:
-                        self._run(batch, recorded, chain(heads, pooled.passes()))
-                        sums = pooled.download()
+                self._underway.begin(self._streams, batch, out)
+                with self._at_work:
+                    recorded, pooled = self._decoder.recorded(form), None
+                    if len(batch.hidden):
+                        pooled = self._pooled(batch, form)
+                    out = self._run(batch, recorded, out, pooled.passes() if pooled else ())
+                    sums = pooled.download() if pooled else self._nothing
             except CudaError as error:
                 self._note(error)
                 raise
@@ -377,7 +375,8 @@ class GpuModel:
             pieces = decoder.pieces(form, batch, most)
             rows = max((piece.rows for piece in pieces), default=0)
             logits = DeviceArray(self.device, (rows, vocab), np.float32, what="logits of a piece")
-            with self._at_work(batch, logits):
+            self._underway.begin(self._streams, batch, logits)
+            with self._at_work:
                 recorded = decoder.recorded(form)
                 scorer = Scorer(
                     self.library, decoder.activations, partial(decoder.head, recorded), pieces,
@@ -386,7 +385,7 @@ class GpuModel:
                 for part in scorer.parts:
                     passes = scorer.passes(part)
                     if part.start == 0:
-                        self._run(batch, recorded, passes)
+                        self._run(batch, recorded, None, passes, headless=True)
                     else:
                         self._go_on(passes)
                     scorer.download(part, found)
@@ -406,10 +405,8 @@ class GpuModel:
             raise _too_much(count, "positions in 8-bit caches", most)
         return Shape.of(batch, self.max_tokens)
 
-    def _pooled(self, batch: Batch, shape: Shape) -> Pooled | None:
-        """Of the hidden states that a batch wants, if it wants any."""
-        if not len(batch.hidden):
-            return None
+    def _pooled(self, batch: Batch, shape: Shape) -> Pooled:
+        """Of the hidden states that a batch wants."""
         places = batch.hidden if shape.every_row else batch.kept_places(batch.hidden)
         return Pooled(self.library, self._decoder.activations, batch, places)
 
@@ -445,8 +442,12 @@ class GpuModel:
         with self._entry(), self.device.current():
             form, out = self._begin(batch), self._logits_row()
             launches = self._launches(form, out)
-            with self._at_work(batch, out):
-                self._upload(batch, form)
+            self._underway.begin(self._streams, batch, out)
+            with self._at_work:
+                staging = self._decoder.staging
+                staged = None if staging is None else self._staged(batch, staging)
+                self._decoder.live.fill(batch, form.gathered(batch), staged)
+                self._decoder.live.upload(self._stream)
                 yield launches, self._stream
                 self._settle()
 
@@ -459,22 +460,45 @@ class GpuModel:
         if cache.closed:
             cache.check_open()
 
-    def _run(self, batch: Batch, recorded: Recorded, heads: Iterable[Pass]) -> None:
-        """The pass and what comes after its body; waits for it, and looks what it left."""
-        decoder, stream = self._decoder, self._stream
+    def _run(
+        self,
+        batch: Batch,
+        recorded: Recorded,
+        out: DeviceArray | None,
+        after: Iterable[Pass] = (),
+        *,
+        headless: bool = False,
+    ) -> DeviceArray | None:
+        """The pass, its logits, and what comes `after`; waits for it, and looks what it left.
+
+        What the GPU need not wait for is done while it is at work. Returns the logits: `out` or a
+        new array, or None where none are wanted or the pass is `headless`.
+        """
+        decoder, stream, replayer = self._decoder, self._stream, self._replayer
+        staged = None if decoder.staging is None else self._staged(batch, decoder.staging)
+        decoder.live.fill(batch, recorded.shape.gathered(batch), staged)
         with self.device.current():
             enqueued = time.perf_counter()
             stream.record(self._started)
-            self._upload(batch, recorded.shape)
-            self._replayer.run(recorded, heads)
+            decoder.live.upload(stream)
+            follows = replayer.run(recorded)
+            if len(batch.logits) and not headless:
+                if out is None:
+                    out = self._new_logits(len(batch.logits))
+                for piece in decoder.pieces(recorded.shape, batch):
+                    follows = replayer.follow(self._head(recorded, piece, out), follows)
+            for made in after:
+                follows = replayer.follow(made, follows)
+            replayer.end(recorded)
             decoder.live.download_overflow(stream)
             stream.record(self._ended)
             self._wait()
             self.host_span = enqueued, time.perf_counter()
-            self.gpu_seconds = self._ended.milliseconds_since(self._started) / 1e3
+            self.gpu_seconds = self._ended.elapsed(self._started) / 1e3
         if (site := decoder.live.overflow_site) != NO_OVERFLOW:
             where = site_name(site, self.config.layers)
             raise NumericalError(f"{where} holds a value beyond fp16's ±65504 or a NaN")
+        return out
 
     def _go_on(self, heads: Iterable[Pass]) -> None:
         """More of what comes after the body of the last pass; waits for it."""
@@ -484,25 +508,25 @@ class GpuModel:
                 self._replayer.follow(head)
             self._stream.record(self._ended)
             self._wait()
-            self.gpu_seconds += self._ended.milliseconds_since(self._started) / 1e3
+            self.gpu_seconds += self._ended.elapsed(self._started) / 1e3
 
-    def _heads(
-        self, batch: Batch, recorded: Recorded, logits: DeviceArray | None
-    ) -> Iterator[Pass]:
-        """What makes the logits of a batch, after its body."""
-        if logits is None:
-            return
-        for piece in self._decoder.pieces(recorded.shape, batch):
-            whole = piece.rows == logits.shape[0]
-            out = logits if whole else logits.rows(piece.before, piece.before + piece.rows)
-            yield self._decoder.head(recorded, piece, out)
+    def _new_logits(self, rows: int) -> DeviceArray:
+        """For the pass that is under way."""
+        shape = (rows, self.config.vocab)
+        logits = DeviceArray(self.device, shape, FLOAT32, what="logits", spare=True)
+        self._underway.begin(self._streams, logits)
+        return logits
 
-    def _upload(self, batch: Batch, shape: Shape) -> None:
-        staging, staged = self._decoder.staging, None
-        if staging is not None:
-            places = zip(self._places(batch), batch.prompts, batch.starts, strict=False)
-            staged = [staging.region(at, start + len(p.ids)) for at, p, start in places]
-        self._decoder.live.upload(self._stream, batch, shape.gathered(batch), staged=staged)
+    def _head(self, recorded: Recorded, piece: Piece, logits: DeviceArray) -> Pass:
+        """What makes the logits of a piece."""
+        if piece.rows < logits.shape[0]:
+            logits = logits.rows(piece.before, piece.before + piece.rows)
+        return self._decoder.head(recorded, piece, logits)
+
+    def _staged(self, batch: Batch, staging: Cache) -> list[Region]:
+        """Where the keys and values of each prompt are widened to."""
+        places = zip(self._places(batch), batch.prompts, batch.starts, strict=False)
+        return [staging.region(at, start + len(p.ids)) for at, p, start in places]
 
     @staticmethod
     def _places(batch: Batch) -> list[int]:
@@ -517,13 +541,8 @@ class GpuModel:
     def _wait(self) -> None:
         """For all that has been enqueued. Raises WaitTimeoutError: the turn's time ran out."""
         deadline = self.turns.deadline
-        if not self._stream.synchronize(deadline.work_left()):
+        if not self._stream.finish(deadline.work_left()):
             raise deadline.over("the GPU was still at work on a pass")
-
-    def _at_work(self, *used: object) -> _AtWork:
-        """A block that enqueues work, which uses arrays of `used`, and waits for it."""
-        self._underway.begin(self._streams, *used)
-        return _AtWork(self)
 
     def _settle(self) -> None:
         self._underway.begin(self._streams)  # a call within a block of `staged` may have ended it
@@ -570,7 +589,7 @@ class GpuModel:
 
 
 class _AtWork:
-    """The block of `GpuModel._at_work`, whose work has begun.
+    """A block that enqueues work and waits for it; `Underway.begin` comes first.
 
     Where the block fails, what it did start is waited for here: it reads the live block. Where its
     time has run out, or that wait is interrupted, too, the next call does (`GpuModel._finish`).

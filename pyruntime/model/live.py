@@ -59,39 +59,44 @@ class LiveBlock:
         )
         self._bytes = self._host.array.data
         self._arrays = tuple(self._host.array[head:].view(np.int32).reshape(4, max_tokens))
+        # Of how many rows the host's positions and sequences are those of one fresh prompt.
+        self._single = max_tokens
+        self._arrays[1][:], self._arrays[2][:] = ascending(0, max_tokens), 0
 
-    def upload(
-        self,
-        stream: Stream,
-        batch: Batch,
-        wanted: Rows,
-        *,
-        staged: Sequence[Positions] | None = None,
-    ) -> None:
-        """Enqueues the upload of a pass. The block is reused: wait before the next call.
+    def fill(self, batch: Batch, wanted: Rows, staged: Sequence[Positions] | None = None) -> None:
+        """Writes the host's block for a pass. It is reused: the last upload must be over.
 
         Args:
             wanted: the rows that the pass gathers.
             staged: for e4m3 caches what attention reads of each: one layer, widened.
         """
-        host, count = self._bytes, len(batch.prompts)
-        _LIVE.pack_into(host, 0, batch.rows, count, len(wanted), NO_OVERFLOW)
+        host, prompts, last = self._bytes, batch.prompts, 0
         ids, positions, sequence_of, wanted_rows = self._arrays
-        at, stored_at, first = _LIVE.size, self._stored_at, 0
-        for i, (prompt, start) in enumerate(zip(batch.prompts, batch.starts, strict=True)):
-            rows, cache = len(prompt.ids), prompt.cache
+        _LIVE.pack_into(host, 0, batch.rows, len(prompts), len(wanted), NO_OVERFLOW)
+        single = batch.rows if batch.fresh and len(prompts) == 1 else 0
+        there = 0 < single <= self._single
+        if not there:
+            self._single = 0
+        for i, (prompt, start) in enumerate(zip(prompts, batch.starts, strict=True)):
+            own, cache, first = prompt.ids, prompt.cache, last
+            rows = len(own)
+            last += rows
             if staged is not None:
-                _STORED.pack_into(
-                    host, stored_at, first, rows, start, cache.stride, *cache.addresses
-                )
-                stored_at, cache = stored_at + _STORED.size, staged[i]
+                at = self._stored_at + i * _STORED.size
+                _STORED.pack_into(host, at, first, rows, start, cache.stride, *cache.addresses)
+                cache = staged[i]
+            at = _LIVE.size + i * _SEQUENCE.size
             _SEQUENCE.pack_into(host, at, first, rows, start, cache.stride, *cache.addresses)
-            last = first + rows
-            ids[first:last] = prompt.ids
-            positions[first:last] = ascending(start, start + rows)
-            sequence_of[first:last] = i
-            at, first = at + _SEQUENCE.size, last
+            ids[first:last] = own
+            if not there:
+                positions[first:last] = ascending(start, start + rows)
+                sequence_of[first:last] = i
+        if not there:
+            self._single = single
         wanted_rows[: len(wanted)] = wanted
+
+    def upload(self, stream: Stream) -> None:
+        """Enqueues the upload of what `fill` wrote."""
         stream.copy_to_device(self._block.ptr, self._host.ptr, self._block.nbytes)
 
     def download_overflow(self, stream: Stream) -> None:

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -86,11 +85,10 @@ class Replayer:
         self._capture(recorded)
         return recorded.graph is not None
 
-    def run(self, recorded: Recorded, heads: Iterable[Pass]) -> None:
-        """Enqueues the body, then the passes of `heads`; the context must be current.
-
-        What goes through a pipeline may end in a copy or in a wait, after which a run begins anew.
-        These may be made when they are asked for, while the GPU works on the body.
+    def run(self, recorded: Recorded) -> bool:
+        """Enqueues the body; the context must be current. Returns whether the last thing on the
+        stream is a launch, for what `follow`s: what goes through a pipeline may end in a copy or in
+        a wait.
 
         Raises:
             CudaError: a launch failed.
@@ -103,20 +101,21 @@ class Replayer:
         else:
             recorded.body.enqueue(self._stream, overlap=self._overlap)
         recorded.enqueued += 1
-        follows = graph is None and recorded.body.pipeline is None
-        for head in heads:
-            self.follow(head, follows)
-            follows = head.pipeline is None
+        return graph is None and recorded.body.pipeline is None
+
+    def end(self, recorded: Recorded) -> None:
+        """Counts a pass that has been enqueued whole."""
         recorded.runs += 1
-        if graph is not None:
+        if recorded.graph is not None:
             self._stats.hits += 1
         else:
             self._stats.misses += 1
 
-    def follow(self, head: Pass, follows: bool = False) -> None:
-        """Enqueues a pass and counts it. `follows`: see `Program.enqueue`."""
+    def follow(self, head: Pass, follows: bool = False) -> bool:
+        """Enqueues a pass and counts it. `follows`: see `Program.enqueue`. Returns as `run` does."""
         head.enqueue(self._stream, overlap=self._overlap, follows=follows)
         head.count()
+        return head.pipeline is None
 
     def _capture(self, recorded: Recorded) -> None:
         """Makes the graph; if that fails, it says so and leaves the pass as it is."""

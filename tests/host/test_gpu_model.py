@@ -17,7 +17,7 @@ from numpy_kernels import NumpyKernels
 
 from pyruntime import Engine
 from pyruntime.driver.memory import DeviceArray
-from pyruntime.model.batch import REGION
+from pyruntime.model.batch import REGION, ascending
 from pyruntime.model.cache import Cache, Region
 from pyruntime.model.live import LiveBlock
 
@@ -151,6 +151,33 @@ def test_caches_are_continued(pair: Pair) -> None:
         pair.prefill(part, single)
 
 
+def test_kinds_of_passes_take_turns(llama: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the live block keeps from one single fresh prompt to the next is that prompt's."""
+    cache = tuple(c for (c,) in llama.caches(64))
+    (first, *_), (other,) = llama.prompts(9), llama.prompts(5)
+    llama.prefill(first, cache)
+    for ids, caches in (
+        (first, (None, None)),
+        (other, cache),  # goes on
+        (first, (None, None)),
+        (llama.prompts(4, 12, 3), (None, None)),
+        (other, (None, None)),
+        (first, (None, None)),
+    ):
+        llama.prefill(ids, caches)
+
+    def interrupted(first: int, last: int) -> np.ndarray:
+        if last == 1:  # the third prompt
+            raise KeyboardInterrupt
+        return ascending(first, last)
+
+    with monkeypatch.context() as patch:
+        patch.setattr("pyruntime.model.live.ascending", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            llama.gpu.prefill(llama.prompts(2, 7, 1))
+    llama.prefill(first)
+
+
 def test_scores_and_embeddings(pair: Pair) -> None:
     prompts, more = pair.prompts(*LENGTHS), pair.prompts(*reversed(LENGTHS))
     expected = pair.cpu.score(prompts, more)
@@ -189,16 +216,15 @@ WRONG = r"off by .* of the norm"
 
 def off_by_one(monkeypatch: pytest.MonkeyPatch, name: str, place: tuple[int, ...]) -> None:
     """One number, or byte, that is uploaded of a part of the live block is one more or less."""
-    upload = LiveBlock.upload
+    fill = LiveBlock.fill
 
-    def wrong(live: LiveBlock, *arguments: Any, **options: Any) -> None:
-        upload(live, *arguments, **options)
-        part = getattr(live, name)
-        values = np.asarray(part)
-        values[place] ^= 1
-        part.upload(values)
+    def wrong(live: LiveBlock, *arguments: Any) -> None:
+        fill(live, *arguments)
+        part, block = getattr(live, name), live.live
+        host = live._host.array[part.ptr - block.ptr :][: part.nbytes]
+        host.view(part.dtype).reshape(part.shape)[place] ^= 1
 
-    monkeypatch.setattr(LiveBlock, "upload", wrong)
+    monkeypatch.setattr(LiveBlock, "fill", wrong)
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,6 @@ from fake_driver import FakeDriver
 
 from pyruntime import Engine
 from pyruntime.driver.program import Launch
-from pyruntime.driver.stream import Stream
 from pyruntime.errors import EngineError, OutOfMemoryError
 from pyruntime.model.batch import Batch
 from pyruntime.model.decoder import Shape
@@ -188,13 +187,13 @@ def test_threads_share_an_engine_without_a_cache_on_a_gpu(
     """Each prompt's passes start where its last one ended, and nobody else's come between."""
     engine = load()
     starts: list[int] = []
-    upload = LiveBlock.upload
+    fill = LiveBlock.fill
 
-    def noted(block: LiveBlock, stream: Stream, batch: Batch, *args: Any, **more: Any) -> None:
+    def noted(block: LiveBlock, batch: Batch, *args: Any, **more: Any) -> None:
         starts.append(batch.prompts[0].cache.length)
-        upload(block, stream, batch, *args, **more)
+        fill(block, batch, *args, **more)
 
-    monkeypatch.setattr(LiveBlock, "upload", noted)
+    monkeypatch.setattr(LiveBlock, "fill", noted)
     run_threads(*[lambda: [engine.prefill([1] * 64) for _ in range(20)]] * 3)
     assert starts == [0, 16, 32, 48] * 60
 
