@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from types import TracebackType
 from typing import Any, Literal, Self, overload
 
@@ -13,9 +13,9 @@ from pyruntime.engine.interface import Ids, Logits, Model, Result, Timeout
 from pyruntime.errors import EngineError
 from pyruntime.model import calls
 from pyruntime.model.any_cache import AnyCache
-from pyruntime.model.batch import Batch
-from pyruntime.model.calls import Call, Gathered, Hidden, named
-from pyruntime.model.packing import Part, passes
+from pyruntime.model.batch import NONE
+from pyruntime.model.calls import Call, Hidden, named
+from pyruntime.model.packing import passes
 from pyruntime.model.stats import Stats, Warmed
 from pyruntime.model.tokens import check_tokens
 from pyruntime.turns import Deadline
@@ -123,8 +123,9 @@ class Prefills:
         deadline = Deadline.of(timeout)
         if calls.several(ids):
             return self._prefill(ids, cache, logits, hidden, deadline, reuse)
-        started, asked = time.perf_counter(), self._call(ids, cache, logits, None, hidden)
-        return self._given([asked], started, deadline, reuse)[0]
+        started, asked = time.perf_counter(), [self._call(ids, cache, logits, None, hidden)]
+        timings = self._run(asked, calls.prefill, deadline, reuse)
+        return self._results(asked, timings, started)[0]
 
     def _prefill(
         self,
@@ -142,55 +143,52 @@ class Prefills:
         for name, given in (("cache", caches), ("logits", each)):
             if not isinstance(given, (list, tuple)) or len(given) != count:
                 raise ValueError(f"{name}: a list of {count} is needed, one for each prompt")
-        asked = zip(prompts, caches, each, range(count), strict=True)
-        named_calls = named(asked, lambda parts: self._call(*parts, hidden))
-        return self._given(named_calls, started, deadline, reuse)
+        parts = zip(prompts, caches, each, range(count), strict=True)
+        asked = named(parts, lambda part: self._call(*part, hidden))
+        timings = self._run(asked, calls.prefill, deadline, reuse)
+        return self._results(asked, timings, started)
 
     def _call(self, ids: Any, cache: Any, logits: Any, place: int | None, hidden: Hidden) -> Call:
         tokens = check_tokens(ids, self.config.vocab)
         nt = len(tokens)
-        rows = calls.wanted_logits(logits, nt), calls.wanted_hidden(hidden, nt)
-        return Call(tokens, cache, *rows, place=place)
+        rows = calls.wanted_logits(logits, nt)
+        states = NONE if hidden is None else calls.wanted_hidden(hidden, nt)
+        return Call(tokens, cache, rows, states, place)
 
-    def _given(
-        self, asked: Sequence[Call], started: float, deadline: Deadline, reuse: bool
+    def _results(
+        self, asked: Sequence[Call], timings: dict[str, float], started: float
     ) -> list[Result]:
-        """What comes of calls that began at `started`."""
-        if reuse and any(call.cache is None for call in asked):
-            raise ValueError("reuse=True: there is no cache to reuse")
-        gathered = Gathered(asked)
-
-        def step(batch: Batch, parts: list[Part]) -> None:
-            gathered.take(batch, parts, self._model.run(batch))
-
-        timings = self._run(asked, step, deadline, reuse)
+        """What came of calls that began at `started`."""
         timings["wall"] = time.perf_counter() - started
         return [
             Result(
-                gathered.logits(i), gathered.hidden(i), call.cache, len(call.ids), call.reused,
+                call.found, call.pooled(), call.cache, len(call.ids), call.reused,
                 dict(timings), self.path,
             )
-            for i, call in enumerate(asked)
+            for call in asked
         ]  # fmt: skip
 
     def _run(
         self,
         asked: Sequence[Call],
-        step: Callable[[Batch, list[Part]], object],
+        step: calls.Step,
         deadline: Deadline,
         reuse: bool = False,
     ) -> dict[str, float]:
         """Makes the passes of all calls, and returns the seconds that the GPU took, if one did."""
-        model = self._model
+        if reuse and any(call.cache is None for call in asked):
+            raise ValueError("reuse=True: there is no cache to reuse")
+        model, scratch = self._model, None
         self._check_closed()
         with model.turns.turn(deadline):
             self._check_closed()
-            context, most = self.config.context_length, self._kv_limit
-            calls.check_room(model, asked, context, most=most, reuse=reuse)
+            longest = calls.check_room(
+                model, asked, self.config.context_length, most=self._kv_limit, reuse=reuse
+            )
             for call in asked if reuse else ():
                 call.reuse()
-            stateless = [len(call.ids) for call in asked if call.cache is None]
-            scratch = self._scratch(max(stateless)) if stateless else None
+            if longest:
+                scratch = self._scratch(longest)
             seconds = calls.run(
                 model, asked, step, rows=self.max_tokens, scratch=scratch, deadline=deadline
             )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -13,7 +13,7 @@ from pyruntime.engine.interface import Ids, Model, Timeout
 from pyruntime.engine.prefills import Prefills
 from pyruntime.gguf import Value
 from pyruntime.model.batch import Batch, Rows
-from pyruntime.model.calls import named
+from pyruntime.model.calls import Call, named
 from pyruntime.model.packing import Part
 from pyruntime.model.scoring import Score, Scored, windows
 from pyruntime.model.tokens import check_tokens
@@ -126,7 +126,7 @@ class Texts(Prefills):
             raise ValueError(f"logits_bytes={most}: at least 1")
         scored = Scored(texts)
 
-        def step(batch: Batch, parts: list[Part]) -> None:
+        def step(_: Any, asked: Sequence[Call], batch: Batch, parts: list[Part]) -> None:
             targets = scored.targets(batch, parts)
             scored.take(parts, self._model.score(batch, targets, most_bytes=most))
 

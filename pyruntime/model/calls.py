@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any, Literal, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from pyruntime.model.any_cache import AnyCache
 from pyruntime.model.batch import NONE, Batch, Output, Prompt, Rows, ascending, require_room
 from pyruntime.model.packing import Part, passes
 from pyruntime.turns import Deadline
 
 Hidden = Literal["last", "mean"] | None
+Step = Callable[["Model", Sequence["Call"], Batch, list[Part]], object]
 T = TypeVar("T")
 U = TypeVar("U")
 
@@ -33,9 +33,9 @@ class Model(Protocol):
     def pass_positions(self) -> int | None: ...
 
     def check_cache(self, cache: Any) -> None: ...
+    def run(self, batch: Batch) -> Output: ...
 
 
-@dataclass
 class Call:
     """One prompt, and what is wanted of it.
 
@@ -43,16 +43,22 @@ class Call:
         ids: int32 [nt], nt >= 1, each below the vocabulary. cache: to be continued; None: nothing
             is left behind.
         logits, hidden: ascending rows, int32.
-        reused: tokens that were taken off the front of `ids`, as the cache holds them.
         place: of the prompt in a list, by which an error names it; None: there is no list.
+        reused: tokens that were taken off the front of `ids`, as the cache holds them.
+        found: float32 [rows, vocab], the logits of its passes so far; None: nothing.
+        total: float64 [hidden], the sum of the hidden states of its passes so far.
     """
 
-    ids: Rows
-    cache: Any
-    logits: Rows = field(default_factory=lambda: NONE)
-    hidden: Rows = field(default_factory=lambda: NONE)
-    reused: int = 0
-    place: int | None = None
+    reused = 0
+    found: Any = None
+    total: Any = 0.0
+
+    def __init__(
+        self, ids: Rows, cache: Any, logits: Rows, hidden: Rows = NONE, place: int | None = None
+    ) -> None:
+        self.ids, self.cache, self.logits, self.hidden, self.place = (
+            ids, cache, logits, hidden, place
+        )  # fmt: skip
 
     def reuse(self) -> None:
         """Keeps of the cache what `ids` begins with, and drops that from `ids`.
@@ -70,10 +76,24 @@ class Call:
         self.ids = self.ids[kept:]
         self.logits, self.hidden = (rows - np.int32(kept) for rows in (self.logits, self.hidden))
 
-    @property
-    def start(self) -> int:
-        """Positions that the cache holds before."""
-        return self.cache.length if self.cache is not None else 0
+    def take(self, part: Part, own: Any) -> None:
+        """Logits: of a prompt in one pass the array itself, of many all together on the host."""
+        rows, vocab = own.shape
+        if rows == len(self.logits):
+            self.found = own
+            return
+        if self.found is None:
+            self.found = np.empty((len(self.logits), vocab), np.float32)
+        first = int(np.searchsorted(self.logits, part.first))
+        self.found[first : first + rows] = np.asarray(own)
+
+    def pooled(self) -> NDArray[np.float32] | None:
+        """Float32 [1, hidden], the mean of its hidden states, or None."""
+        count = len(self.hidden)
+        if not count:
+            return None
+        mean: NDArray[np.float32] = (self.total / count).astype(np.float32)[None]
+        return mean
 
 
 def named(items: Iterable[T], make: Callable[[T], U]) -> list[U]:
@@ -96,13 +116,12 @@ def wanted_logits(logits: Any, nt: int) -> Rows:
     Raises ValueError.
     """
     if isinstance(logits, str):
-        match logits:
-            case "none":
-                return NONE
-            case "last":
-                return ascending(nt - 1, nt)
-            case "all":
-                return ascending(0, nt)
+        if logits == "last":
+            return _last(nt)
+        if logits == "none":
+            return NONE
+        if logits == "all":
+            return ascending(0, nt)
         raise ValueError(f"logits={logits!r}: 'none', 'last', 'all' or positions")
     rows = np.asarray(logits)
     if rows.ndim != 1 or rows.dtype.kind not in "iu" or not rows.size:
@@ -118,6 +137,11 @@ def wanted_logits(logits: Any, nt: int) -> Rows:
     return rows
 
 
+@lru_cache(64)
+def _last(nt: int) -> Rows:
+    return ascending(nt - 1, nt)
+
+
 def wanted_hidden(hidden: Hidden, nt: int) -> Rows:
     """The rows that `hidden` of `Engine.prefill` is made of. Raises ValueError."""
     if hidden not in (None, "last", "mean"):
@@ -129,8 +153,10 @@ def wanted_hidden(hidden: Hidden, nt: int) -> Rows:
 
 def check_room(
     model: Model, asked: Sequence[Call], context: int, *, most: int | None, reuse: bool = False
-) -> None:
+) -> int:
     """Refuses, before anything is computed, prompts that there is no room for.
+
+    Returns the tokens of the longest prompt without a cache, 0 if there is none.
 
     Args:
         context: positions of the model. most: tokens of a prompt without a cache; None: any number.
@@ -142,40 +168,44 @@ def check_room(
         given = [id(call.cache) for call in asked if call.cache is not None]
         if len(set(given)) < len(given):
             raise ValueError("cache: two prompts share one")
+    longest = 0
     for call in asked:
+        cache, start, tokens = call.cache, 0, len(call.ids)
         try:
-            _check_room(model, call, context, most, reuse)
+            if cache is not None:
+                _check_cache(model, cache)
+                start = 0 if reuse else cache.length
+                require_room(cache, tokens, start)
+            elif most is not None and tokens > most:
+                raise ValueError(
+                    f"{tokens} tokens without a cache; this engine was loaded with kv_tokens={most}"
+                )
+            elif tokens > longest:
+                longest = tokens
+            if start + tokens > context:
+                raise ValueError(
+                    f"{tokens} tokens after {start} exceed the model's context of {context} tokens"
+                )
         except ValueError as error:
             if call.place is None:
                 raise
             raise ValueError(f"prompt {call.place}: {error}") from None
+    return longest
 
 
-def _check_room(model: Model, call: Call, context: int, most: int | None, reuse: bool) -> None:
-    cache, start, tokens = call.cache, 0, len(call.ids)
-    if cache is not None:
-        if isinstance(cache, AnyCache) and cache.kv_dtype != model.kv_dtype:
-            raise ValueError(
-                f"this cache holds {cache.kv_dtype}; the engine was loaded with "
-                f"kv_dtype={model.kv_dtype!r}"
-            )
-        model.check_cache(cache)
-        start = 0 if reuse else call.start
-        require_room(cache, tokens, start)
-    elif most is not None and tokens > most:
+def _check_cache(model: Model, cache: Any) -> None:
+    kv_dtype = getattr(cache, "kv_dtype", model.kv_dtype)
+    if kv_dtype != model.kv_dtype:
         raise ValueError(
-            f"{tokens} tokens without a cache; this engine was loaded with kv_tokens={most}"
+            f"this cache holds {kv_dtype}; the engine was loaded with kv_dtype={model.kv_dtype!r}"
         )
-    if start + tokens > context:
-        raise ValueError(
-            f"{tokens} tokens after {start} exceed the model's context of {context} tokens"
-        )
+    model.check_cache(cache)
 
 
 def run(
     model: Model,
     calls: Sequence[Call],
-    step: Callable[[Batch, list[Part]], object],
+    step: Step,
     *,
     rows: int,
     scratch: Any,
@@ -184,7 +214,7 @@ def run(
     """Runs the passes of all calls; their caches are filled for all of them, or for none.
 
     Args:
-        step: makes a pass; `Part.prompt` is the place of its call.
+        step: makes a pass of calls; `Part.prompt` is the place of one.
         rows: of a pass at most.
         scratch: a cache for calls that have none, with room for each; None if there are no such.
 
@@ -192,32 +222,34 @@ def run(
 
     Raises WaitTimeoutError: no time was left for a pass.
     """
-    starts, done, seconds = [call.start for call in calls], 0, 0.0
-    limits = [] if scratch is None else [scratch.capacity]
-    if model.pass_positions is not None:
-        limits.append(model.pass_positions)
-    plan = passes(
-        [len(call.ids) for call in calls],
-        starts=starts,
-        rows=rows,
-        prompts=model.max_prompts,
-        positions=min(limits, default=None),
-    )
     caches = [call.cache for call in calls]
+    starts = [0 if cache is None else cache.length for cache in caches]
+    done, seconds = 0, 0.0
     try:
+        if len(calls) == 1 and len(calls[0].ids) <= rows:
+            plan: Iterable[list[Part]] = ([Part(0, 0, len(calls[0].ids), 0)],)
+        else:
+            plan = _plan(model, calls, starts, rows, scratch)
         for parts in plan:
-            if deadline.work_left() == 0:
+            if deadline.timeout and deadline.left() == 0:
                 count = sum(len(call.ids) for call in calls)
                 raise deadline.over(f"{done} of {count} tokens were done")
             prompts = []
             for part in parts:
                 call, cache = calls[part.prompt], caches[part.prompt]
                 if cache is None:
-                    cache = scratch.region(part.region, len(call.ids))
+                    cache = scratch
+                    if part.region:
+                        cache = scratch.region(part.region, len(call.ids))
+                    else:
+                        scratch.clear()
                     caches[part.prompt] = cache
-                prompts.append(_prompt(call, part, cache))
+                if part.last - part.first == len(call.ids):
+                    prompts.append(Prompt(call.ids, cache, call.logits, call.hidden))
+                else:
+                    prompts.append(_cut(call, part, cache))
             batch = Batch(prompts)
-            step(batch, parts)
+            step(model, calls, batch, parts)
             done += batch.rows
             seconds += model.gpu_seconds
     except BaseException:
@@ -228,10 +260,18 @@ def run(
     return seconds
 
 
-def _prompt(call: Call, part: Part, cache: Any) -> Prompt:
-    if part.last - part.first == len(call.ids):
-        return Prompt(call.ids, cache, call.logits, call.hidden)
+def _plan(
+    model: Model, calls: Sequence[Call], starts: list[int], rows: int, scratch: Any
+) -> Iterable[list[Part]]:
+    lengths = [len(call.ids) for call in calls]
+    limits = [] if scratch is None else [scratch.capacity]
+    if model.pass_positions is not None:
+        limits.append(model.pass_positions)
+    positions = min(limits, default=None)
+    return passes(lengths, starts=starts, rows=rows, prompts=model.max_prompts, positions=positions)
 
+
+def _cut(call: Call, part: Part, cache: Any) -> Prompt:
     def within(rows: Rows) -> Rows:
         first, last = np.searchsorted(rows, (part.first, part.last))
         return rows[first:last] - np.int32(part.first)
@@ -239,56 +279,27 @@ def _prompt(call: Call, part: Part, cache: Any) -> Prompt:
     return Prompt(call.ids[part.first : part.last], cache, within(call.logits), within(call.hidden))
 
 
-class Gathered:
-    """Logits and pooled hidden states of `calls`, as their passes give them."""
-
-    def __init__(self, calls: Sequence[Call]) -> None:
-        self._calls = calls
-        self._logits: list[Any] = [None] * len(calls)
-        self._sums: list[Any] = [0.0] * len(calls)
-
-    def take(self, batch: Batch, parts: list[Part], given: Output) -> None:
-        """What a pass gave."""
-        row, sums = 0, iter(given.sums)
-        for prompt, part in zip(batch.prompts, parts, strict=True):
-            rows = len(prompt.logits)
-            if rows:
-                self._add(part, _rows(given.logits, row, row + rows, len(batch.logits)))
-            if len(prompt.hidden):
-                self._sums[part.prompt] += next(sums).astype(np.float64)
+def prefill(model: Model, calls: Sequence[Call], batch: Batch, parts: list[Part]) -> None:
+    """Makes a pass, and hands each call its own of what that gives."""
+    given, row, summed = model.run(batch), 0, 0
+    for prompt, part in zip(batch.prompts, parts, strict=True):
+        call, rows = calls[part.prompt], len(prompt.logits)
+        if rows:
+            all_of_it = rows == len(batch.logits)
+            own = given.logits if all_of_it else _rows(given.logits, row, row + rows)
+            call.take(part, own)
             row += rows
-
-    def _add(self, part: Part, own: Any) -> None:
-        """Of a prompt in one pass the array itself, of many passes all together on the host."""
-        place, (rows, vocab) = part.prompt, own.shape
-        wanted = self._calls[place].logits
-        if rows == len(wanted):
-            self._logits[place] = own
-            return
-        if self._logits[place] is None:
-            self._logits[place] = np.empty((len(wanted), vocab), np.float32)
-        first = int(np.searchsorted(wanted, part.first))
-        self._logits[place][first : first + rows] = np.asarray(own)
-
-    def logits(self, place: int) -> Any:
-        """Float32 [rows, vocab] of a call, or None."""
-        return self._logits[place]
-
-    def hidden(self, place: int) -> NDArray[np.float32] | None:
-        """Float32 [1, hidden] of a call, the mean of its rows, or None."""
-        count = len(self._calls[place].hidden)
-        if not count:
-            return None
-        mean: NDArray[np.float32] = (self._sums[place] / count).astype(np.float32)[None]
-        return mean
+        if len(prompt.hidden):
+            call.total += given.sums[summed].astype(np.float64)
+            summed += 1
 
 
-def _rows(array: Any, first: int, last: int, count: int) -> Any:
-    if last - first == count:
-        return array
+def _rows(array: Any, first: int, last: int) -> Any:
     return array[first:last] if isinstance(array, np.ndarray) else array.rows(first, last)
 
 
 def several(ids: ArrayLike) -> bool:
     """Whether these are prompts and not the ids of one."""
-    return isinstance(ids, (list, tuple)) and any(np.ndim(part) for part in ids[:1])
+    if not isinstance(ids, (list, tuple)) or not ids or isinstance(ids[0], int):
+        return False
+    return np.ndim(ids[0]) > 0
