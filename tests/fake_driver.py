@@ -34,7 +34,7 @@ ENDERS = {"cuModuleUnload": "modules", "cuStreamDestroy": "streams", "cuEventDes
 # Calls that a relaxed capture takes in, and where their stream is among the arguments.
 CAPTURED = {"cuMemcpyHtoDAsync": -1, "cuMemcpyDtoHAsync": -1, "cuMemcpyDtoDAsync": -1,
             "cuMemcpy2DAsync": -1, "cuMemsetD8Async": -1, "cuLaunchKernelEx": 0,
-            "cuEventRecord": 1, "cuStreamWaitEvent": 0}  # fmt: skip
+            "cuEventRecord": 1, "cuEventRecordWithFlags": 1, "cuStreamWaitEvent": 0}  # fmt: skip
 # Calls that change what kernels at work may use.
 DISTURBING = {"cuMemFree", "cuMemFreeHost", "cuMemcpyHtoD", "cuMemcpyHtoDAsync", "cuModuleUnload",
               "cuGraphExecDestroy", "cuStreamDestroy"}  # fmt: skip
@@ -43,6 +43,7 @@ ANSWERS = {  # of functions without a state
     "cuFuncLoad": None, "cuFuncSetAttribute": None, "cuOccupancyMaxActiveClusters": 60,
     "cuTensorMapEncodeTiled": driver.CUtensorMap(), "cuLaunchKernelEx": None,
     "cuStreamSynchronize": None, "cuStreamWaitEvent": None, "cuEventRecord": None,
+    "cuEventRecordWithFlags": None,
     "cuCtxGetStreamPriorityRange": (0, -5), "cuStreamGetPriority": 0,
     "cuEventSynchronize": None, "cuEventElapsedTime": 1.0,
 }  # fmt: skip
@@ -168,6 +169,7 @@ class FakeDriver:
             if (capture := self.capture_of(name, arguments)) is not None:
                 self._take(capture, name, arguments)
                 return (driver.CUresult(0),)
+            self._require(name != "cuEventRecordWithFlags", "an external event outside a capture")
             result = self._result(name, *arguments)
         except StatusError as error:
             return (driver.CUresult(*error.args),)

@@ -51,7 +51,7 @@ class TimedDriver(FakeDriver):
             case "cuMemcpyDtoDAsync", _:
                 self.now += COPY_MS
                 return None  # what it copies is never looked at
-            case "cuEventRecord", (event, _):
+            case "cuEventRecord" | "cuEventRecordWithFlags", (event, *_):
                 self.now += EVENT_MS
                 self._recorded[event] = self.now
             case "cuEventElapsedTime", (earlier, later):

@@ -80,6 +80,12 @@ class Stream:
         """Enqueues an event; the device's context must be current, as for all that follow."""
         api.call("cuEventRecord", event.handle, self.handle)
 
+    def record_in_graph(self, event: Event) -> None:
+        """Captures an event that each replay of the graph records, where `record` would make one
+        that is there to bind streams to one another. The stream must be captured."""
+        flag = api.constant("CUevent_record_flags", "CU_EVENT_RECORD_EXTERNAL")
+        api.call("cuEventRecordWithFlags", event.handle, self.handle, flag)
+
     def copy_to_device(self, dst: int, src: int, nbytes: int) -> None:
         """Enqueues a host-to-device copy; the host memory must stay as it is until it has run."""
         api.call("cuMemcpyHtoDAsync", dst, src, nbytes, self.handle)

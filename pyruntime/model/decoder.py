@@ -245,7 +245,7 @@ class Decoder:
             body = Pass(program)
             if isinstance(weights, StreamedWeights):
                 body = weights.body(program.sections, shape.kept)
-            self._passes[shape] = found = Recorded(shape, body)
+            self._passes[shape] = found = Recorded(shape, self.live, body)
             if len(self._passes) > PASSES:
                 self._drop(*next(iter(self._passes.items())))
         self._passes.move_to_end(shape)

@@ -18,7 +18,7 @@ from pyruntime.driver.device import Device
 from pyruntime.driver.library import Library
 from pyruntime.driver.memory import DeviceArray
 from pyruntime.driver.program import Launch
-from pyruntime.driver.stream import Event, Stream
+from pyruntime.driver.stream import Stream
 from pyruntime.errors import (
     BusyError,
     CudaError,
@@ -188,7 +188,6 @@ class GpuModel:
         self._decoder.reserve_positions(kv_tokens)
         # Sizes are refused here, not later.
         self._decoder.recorded(Shape.single(self.max_tokens, self.max_tokens))
-        self._started, self._ended = (self._owned(Event(self.device)) for _ in range(2))
         self.fingerprint = file.fingerprint  # when the file is in the page cache
 
     def _owned(self, resource: T) -> T:
@@ -474,13 +473,11 @@ class GpuModel:
         What the GPU need not wait for is done while it is at work. Returns the logits: `out` or a
         new array, or None where none are wanted or the pass is `headless`.
         """
-        decoder, stream, replayer = self._decoder, self._stream, self._replayer
+        decoder, replayer = self._decoder, self._replayer
         staged = None if decoder.staging is None else self._staged(batch, decoder.staging)
         decoder.live.fill(batch, recorded.shape.gathered(batch), staged)
         with self.device.current():
             enqueued = time.perf_counter()
-            stream.record(self._started)
-            decoder.live.upload(stream)
             follows = replayer.run(recorded)
             if len(batch.logits) and not headless:
                 if out is None:
@@ -490,11 +487,9 @@ class GpuModel:
             for made in after:
                 follows = replayer.follow(made, follows)
             replayer.end(recorded)
-            decoder.live.download_overflow(stream)
-            stream.record(self._ended)
             self._wait()
             self.host_span = enqueued, time.perf_counter()
-            self.gpu_seconds = self._ended.elapsed(self._started) / 1e3
+            self.gpu_seconds = replayer.ended.elapsed(replayer.started) / 1e3
         if (site := decoder.live.overflow_site) != NO_OVERFLOW:
             where = site_name(site, self.config.layers)
             raise NumericalError(f"{where} holds a value beyond fp16's ±65504 or a NaN")
@@ -502,13 +497,14 @@ class GpuModel:
 
     def _go_on(self, heads: Iterable[Pass]) -> None:
         """More of what comes after the body of the last pass; waits for it."""
+        stream, replayer = self._stream, self._replayer
         with self.device.current():
-            self._stream.record(self._started)
+            stream.record(replayer.started)
             for head in heads:
-                self._replayer.follow(head)
-            self._stream.record(self._ended)
+                replayer.follow(head)
+            stream.record(replayer.ended)
             self._wait()
-            self.gpu_seconds += self._ended.elapsed(self._started) / 1e3
+            self.gpu_seconds += replayer.ended.elapsed(replayer.started) / 1e3
 
     def _new_logits(self, rows: int) -> DeviceArray:
         """For the pass that is under way."""

@@ -1,8 +1,9 @@
 """Passes that come again are captured into graphs and replayed.
 
 Enqueueing the launches of a short prompt one by one may take the host longer than the GPU takes to
-run them. A graph is one call. All that changes from pass to pass lies in the live block, so the
-graph of a bucket (`model.buckets`) serves all prompts whose length lies in it, and all caches.
+run them. A graph is one call. All that changes from pass to pass lies in the live block, whose
+upload is the first thing in the graph, so the graph of a bucket (`model.buckets`) serves all
+prompts whose length lies in it, and all caches.
 
 A capture enqueues every launch once more without running it, and instantiates what comes of that.
 So a bucket is captured when it is met for the second time, or ahead of time (`Replayer.warm`): a
@@ -14,20 +15,22 @@ from __future__ import annotations
 
 import logging
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from pyruntime.driver import api
 from pyruntime.driver.graph import Graph
-from pyruntime.driver.stream import Stream
+from pyruntime.driver.stream import Event, Stream
 from pyruntime.errors import CudaError, OutOfMemoryError
+from pyruntime.model.live import LiveBlock
 from pyruntime.model.pipeline import Pass
 from pyruntime.model.stats import Stats
 
 if TYPE_CHECKING:
     from pyruntime.model.decoder import Shape
 
+T = TypeVar("T", Event, Stream)
 log = logging.getLogger("pyruntime")
 
 
@@ -35,16 +38,17 @@ class Recorded:
     """A pass up to the output norm (`body`), and what has become of it so far.
 
     Attributes:
-        shape: what it was recorded for.
+        shape: what it was recorded for. live: the block that it reads.
         head: what comes after it, once there is such a thing; its logits change their address from
             pass to pass.
-        runs: how often it has been enqueued whole. graph: of the body, once there is one.
+        runs: how often it has been enqueued whole. graph: of upload and body, once there is one.
         enqueued: how often the body has been; its kernels' launches are counted when it is dropped.
         refused: that it could not be captured.
     """
 
-    def __init__(self, shape: Shape, body: Pass) -> None:
+    def __init__(self, shape: Shape, live: LiveBlock, body: Pass) -> None:
         self.shape = shape
+        self.live = live
         self.body = body
         self.head: Pass | None = None
         self.runs = self.enqueued = 0
@@ -58,6 +62,9 @@ class Replayer:
     Args:
         overlap: see `Program.enqueue`.
         graphs: whether to make any.
+
+    Attributes:
+        started, ended: events around the last pass.
     """
 
     def __init__(self, stream: Stream, *, overlap: bool, graphs: bool) -> None:
@@ -65,10 +72,19 @@ class Replayer:
         self._overlap = overlap
         self._resources = ExitStack()
         self._aside: Stream | None = None
-        if graphs:
-            self._aside = Stream(stream.device, beside=stream)
-            self._resources.callback(self._aside.close)
         self._stats = Stats()
+        try:
+            self.started, self.ended = (self._owned(Event(stream.device)) for _ in range(2))
+            if graphs:
+                self._aside = self._owned(Stream(stream.device, beside=stream))
+        except BaseException:
+            with suppress(CudaError):  # the first failure is the one to report
+                self.close()
+            raise
+
+    def _owned(self, resource: T) -> T:
+        self._resources.callback(resource.close)
+        return resource
 
     @property
     def stats(self) -> Stats:
@@ -86,9 +102,10 @@ class Replayer:
         return recorded.graph is not None
 
     def run(self, recorded: Recorded) -> bool:
-        """Enqueues the body; the context must be current. Returns whether the last thing on the
-        stream is a launch, for what `follow`s: what goes through a pipeline may end in a copy or in
-        a wait.
+        """Enqueues the upload of the live block and the body; the context must be current.
+
+        Returns whether the last thing on the stream is a launch, for what `follow`s: what goes
+        through a pipeline may end in a copy or in a wait.
 
         Raises:
             CudaError: a launch failed.
@@ -99,12 +116,19 @@ class Replayer:
         if graph is not None:
             graph.launch(self._stream)
         else:
-            recorded.body.enqueue(self._stream, overlap=self._overlap)
+            self._stream.record(self.started)
+            self._enqueue(recorded, self._stream)
         recorded.enqueued += 1
         return graph is None and recorded.body.pipeline is None
 
+    def _enqueue(self, recorded: Recorded, stream: Stream) -> None:
+        recorded.live.upload(stream)
+        recorded.body.enqueue(stream, overlap=self._overlap)
+
     def end(self, recorded: Recorded) -> None:
-        """Counts a pass that has been enqueued whole."""
+        """Enqueues the end of a pass, and counts it."""
+        recorded.live.download_overflow(self._stream)
+        self._stream.record(self.ended)
         recorded.runs += 1
         if recorded.graph is not None:
             self._stats.hits += 1
@@ -123,10 +147,13 @@ class Replayer:
         if aside is None:
             return
         started = time.perf_counter()
+
+        def enqueue() -> None:
+            aside.record_in_graph(self.started)
+            self._enqueue(recorded, aside)
+
         try:
-            recorded.graph = graph = Graph(
-                aside, lambda: recorded.body.enqueue(aside, overlap=self._overlap)
-            )
+            recorded.graph = graph = Graph(aside, enqueue)
         except (CudaError, OutOfMemoryError) as error:
             if isinstance(error, CudaError) and error.code in api.STICKY:
                 raise
@@ -152,5 +179,5 @@ class Replayer:
             graph.close()
 
     def close(self) -> None:
-        """Destroys the stream on which graphs are captured. Idempotent."""
+        """Destroys the events, and the stream on which graphs are captured. Idempotent."""
         self._resources.close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import threading
+import time
 from collections import Counter
 from typing import Any
 
@@ -222,7 +223,18 @@ def test_launches_overlap_within_a_graph(
         launches = recorded.body.launches
     able = gpu.device.compute_capability >= (9, 0) and overlap == "auto"
     expected = [PROGRAMMATIC if able and x.kernel.spec.dependent else 0 for x in launches[1:]]
+    expected += [0, 0]  # from the event to the upload, and from that to the first kernel
     assert sorted(kinds) == sorted(expected)
+
+
+def test_each_replay_has_its_own_time() -> None:
+    """The event that it begins with is recorded each time."""
+    with load() as engine:
+        for n in (100, 3, 100, 3) * 3:
+            time.sleep(0.01)
+            timings = engine.prefill([1] * n).timings
+            assert 0 < timings["gpu"] < timings["wall"]
+        assert engine.stats().hits == 10 and engine.stats().failures == 0
 
 
 def test_a_stream_of_the_caller(gpu: Any) -> None:
