@@ -1,0 +1,70 @@
+"""What the host does for a prefill that is replayed: calls of the driver, and functions of ours.
+
+After a rest all of it is cold, and the GPU waits for what comes before the graph is launched. So
+these are counts that nothing should add to unseen, not times.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import numpy as np
+import pytest
+from fake_driver import FakeDriver
+
+import pyruntime
+from pyruntime import Engine
+
+PACKAGE = str(Path(pyruntime.__file__).parent)
+DRIVER = (
+    "cuCtxPushCurrent", "cuGraphLaunch", "cuLaunchKernelEx", "cuMemcpyDtoHAsync", "cuEventRecord",
+    "cuStreamSynchronize", "cuEventElapsedTime", "cuCtxPopCurrent",
+)  # fmt: skip
+BEFORE, WHOLE = 48, 92  # functions until the graph is launched, and of the call
+
+Load = Callable[..., Engine]
+
+
+@pytest.mark.parametrize("given", ["array", "list", "cache"])
+@pytest.mark.parametrize("weights", ["fp16", "per-layer"])
+def test_a_replayed_prefill(driver: FakeDriver, load: Load, weights: str, given: str) -> None:
+    engine = load(weights=weights)
+    ids: Any = [1, 2, 3] if given == "list" else np.array([1, 2, 3])
+    cache = engine.new_cache(8) if given == "cache" else None
+    order: list[str] = []
+    functions: list[str] = []
+    before: list[int] = []
+
+    def called(name: str, arguments: tuple[Any, ...]) -> None:
+        order.append(name)
+        if name == "cuGraphLaunch":
+            before.append(len(functions))
+
+    def count(frame: FrameType, event: str, argument: object) -> None:
+        if event == "call" and frame.f_code.co_filename.startswith(PACKAGE):
+            functions.append(frame.f_code.co_name)
+
+    for replayed in (False, False, False, True):
+        if cache is not None:
+            cache.truncate(0)
+        if replayed:
+            driver.hook = called
+            sys.setprofile(count)
+        try:
+            result = engine.prefill(ids, cache=cache)
+        finally:
+            sys.setprofile(None)
+            driver.hook = lambda name, arguments: None
+    assert result.tokens == 3
+    if weights == "fp16":
+        assert order == list(DRIVER)
+    else:  # the output matrix comes in blocks, over two streams
+        assert order[:2] == list(DRIVER[:2]) and order[-5:] == list(DRIVER[-5:])
+    assert before[0] <= BEFORE, Counter(functions[: before[0]])
+    if weights == "fp16":
+        assert len(functions) <= WHOLE, Counter(functions)
