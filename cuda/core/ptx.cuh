@@ -132,6 +132,16 @@ __device__ __forceinline__ int fetch_increment(int32_t* counter) {
   return old;
 }
 
+// st.release and ld.acquire of a flag between blocks: who reads it sees what was written before it.
+__device__ __forceinline__ void store_release(int32_t* to, int32_t x) {
+  asm volatile("st.release.gpu.global.b32 [%0], %1;\n" ::"l"(to), "r"(x) : "memory");
+}
+__device__ __forceinline__ int32_t load_acquire(const int32_t* from) {
+  int32_t x;
+  asm volatile("ld.acquire.gpu.global.b32 %0, [%1];\n" : "=r"(x) : "l"(from) : "memory");
+  return x;
+}
+
 // ld.shared.v4 and st.shared.v4 by address.
 __device__ __forceinline__ uint4 load_shared(uint32_t shared) {
   uint4 v;

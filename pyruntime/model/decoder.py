@@ -28,6 +28,7 @@ from pyruntime.ops.attention import attention
 from pyruntime.ops.attention_choice import choose
 from pyruntime.ops.attention_schedule import Schedule, Workspace, workspace_layout
 from pyruntime.ops.gemm import gemm
+from pyruntime.ops.gemm_workspace import WORKSPACE_LAYOUT, GemmWorkspace
 from pyruntime.ops.norm import norm, norm_residual
 from pyruntime.ops.qkv import qkv
 from pyruntime.ops.rows import embed, gather
@@ -154,9 +155,10 @@ def _workspace_sizes(c: ModelConfig, max_tokens: int) -> dict[str, int]:
 
 
 def activation_bytes(c: ModelConfig, max_tokens: int) -> int:
-    """Device bytes of the activation buffers and of attention's workspace."""
-    workspace = workspace_layout(**_workspace_sizes(c, max_tokens))
-    return layout_bytes(activation_layout(c, max_tokens)) + layout_bytes(workspace)
+    """Device bytes of the activation buffers and of the workspaces of attention and products."""
+    attention = workspace_layout(**_workspace_sizes(c, max_tokens))
+    layouts = (activation_layout(c, max_tokens), attention, WORKSPACE_LAYOUT)
+    return sum(map(layout_bytes, layouts))
 
 
 class Decoder:
@@ -193,6 +195,9 @@ class Decoder:
         self.activations: dict[str, DeviceArray] = {}
         self._tables: list[tuple[DeviceArray, DeviceArray]] = []  # one for each of config.ropes
         self._workspace: Workspace | None = None
+        # Not for the output matrix: of weights "per-layer" it is multiplied in blocks of its rows,
+        # which would be divided otherwise.
+        self._gemm_workspace: GemmWorkspace | None = None
         self._passes: OrderedDict[Shape, Recorded] = OrderedDict()
         self.live = LiveBlock(library.device, max_tokens)
         try:
@@ -202,6 +207,7 @@ class Decoder:
             self._counts = self.activations["counts"]
             self._counts.upload(np.arange(max_tokens + 1))
             self._workspace = Workspace(library, **_workspace_sizes(config, max_tokens))
+            self._gemm_workspace = GemmWorkspace(library)
         except BaseException:
             with suppress(CudaError):  # the first failure is the one to report
                 self.close()
@@ -373,6 +379,7 @@ class Decoder:
                 gemm(
                     p, lib, a=attended, w=weights["attn_output"], c=act.get("branch", x),
                     rows=count, max_rows=rows, epilogue=joins, invariant=self.invariant,
+                    workspace=self._gemm_workspace,
                 )  # fmt: skip
             post = weights.get("post_attention_norm")
             self._norm(p, x, weights["ffn_norm"], count, rows, site + 4, post)
@@ -381,13 +388,13 @@ class Decoder:
                     p, lib, a=act["normed"], w=weights["gate_up"], c=act["swiglu"],
                     rows=count, max_rows=rows, epilogue=GATES[c.activation],
                     scale=DOWN_SCALE, overflow=live.overflow, site=site + 5,
-                    invariant=self.invariant,
+                    invariant=self.invariant, workspace=self._gemm_workspace,
                 )  # fmt: skip
             with p.role("down"):
                 gemm(
                     p, lib, a=act["swiglu"], w=weights["down"], c=act.get("branch", x),
                     rows=count, max_rows=rows, epilogue=joins, scale=1 / DOWN_SCALE,
-                    invariant=self.invariant,
+                    invariant=self.invariant, workspace=self._gemm_workspace,
                 )  # fmt: skip
             last = layer == c.layers - 1
             following = w.outer["output_norm"] if last else w.layers[layer + 1]["attn_norm"]
@@ -472,6 +479,7 @@ class Decoder:
             q_norm=weights[layer].get("q_norm"),
             k_norm=weights[layer].get("k_norm"),
             invariant=self.invariant,
+            workspace=self._gemm_workspace,
         )
 
     def _attention(self, p: Program, schedule: Schedule, layer: int) -> None:
@@ -505,7 +513,7 @@ class Decoder:
         with ExitStack() as resources:  # one that fails keeps no other
             for array in (*self.activations.values(), *chain.from_iterable(self._tables)):
                 resources.callback(array.close)
-            for part in (self.staging, self._workspace, self.live):
+            for part in (self.staging, self._workspace, self._gemm_workspace, self.live):
                 if part is not None:
                     resources.callback(part.close)
             resources.callback(self._forget)  # the last in is the first out

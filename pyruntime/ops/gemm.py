@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from pyruntime.driver.device import Device
 from pyruntime.driver.library import Kernel, Library, kept
 from pyruntime.driver.memory import DeviceArray
@@ -9,6 +11,7 @@ from pyruntime.driver.program import Program
 from pyruntime.driver.tensormap import TensorMap, tensor_map
 from pyruntime.ops import gemm_choice
 from pyruntime.ops.gemm_choice import at_once, choose, units
+from pyruntime.ops.gemm_workspace import GemmWorkspace
 
 ALIGNMENT = 16  # bytes; of rows that are read or written 16 bytes at a time
 GATED = ("swiglu", "geglu")
@@ -32,6 +35,8 @@ def gemm(
     site: int = 0,
     invariant: bool = False,
     kernel: Kernel | None = None,
+    workspace: GemmWorkspace | None = None,
+    parts: int | None = None,
 ) -> None:
     """Records the product of the live rows of `a` with `w`, and what `epilogue` does with it.
 
@@ -52,21 +57,28 @@ def gemm(
         invariant: whether a row of c must have the same bits whatever `max_rows` is, see
             `gemm_choice.invariant`.
         kernel: a row of the table, instead of the one that `choose` picks.
+        workspace: for launches whose blocks share units, which none do without: then a row that
+            does not split k gives the same bits whatever max_rows and the live rows are.
+        parts: how many clusters share a unit at most, instead of what `gemm_choice.parts` says.
 
     Raises:
-        ValueError: arrays whose types, shapes or alignment do not fit.
+        ValueError: arrays whose types, shapes or alignment do not fit, or too small a workspace.
         CudaError: the driver refuses a tensor map.
     """
     _check(a, w, c, max_rows, epilogue)
     if OUTPUTS[epilogue] == "float16" and not overflow:
         raise ValueError(f"gemm: {epilogue} needs an overflow word")
     (n, k), device = w.shape, library.device
+    stream_k = workspace is not None and not invariant
     if kernel is None:
-        kernel = choice(library, epilogue, max_rows, n, k, invariant)
+        kernel = choice(library, epilogue, max_rows, n, k, invariant, stream_k)
+    if parts is None:
+        parts = divided(library, kernel, max_rows, n, k) if stream_k else 1
     program.add(
         kernel,
-        grid=blocks(kernel, max_rows, n, device),
+        grid=blocks(kernel, max_rows, n, device, parts),
         **operands(kernel, a, w),
+        **sharing(kernel, device, workspace, parts),
         rows=rows,
         c=c,
         overflow=overflow,
@@ -78,9 +90,11 @@ def gemm(
 
 
 @kept  # all layers of a model ask the same
-def choice(library: Library, epilogue: str, m: int, n: int, k: int, invariant: bool) -> Kernel:
+def choice(
+    library: Library, epilogue: str, m: int, n: int, k: int, invariant: bool, stream_k: bool = False
+) -> Kernel:
     """The row of the table for `epilogue` of an [m, n] product over k; see `choose`, `gemm`."""
-    return choose(rows_for(library, epilogue, invariant), m, n, k, library.device)
+    return choose(rows_for(library, epilogue, invariant), m, n, k, library.device, stream_k)
 
 
 def rows_for(library: Library, epilogue: str, invariant: bool) -> list[Kernel]:
@@ -91,12 +105,38 @@ def rows_for(library: Library, epilogue: str, invariant: bool) -> list[Kernel]:
     return [row for row in rows if row.spec.tile["epilogue"] == epilogue]
 
 
-def blocks(kernel: Kernel, max_rows: int, n: int, device: Device) -> int:
+@kept
+def divided(library: Library, kernel: Kernel, m: int, n: int, k: int) -> int:
+    """How many clusters share a unit, on average; see `gemm_choice.parts`."""
+    return gemm_choice.parts(kernel, m, n, k, library.device)
+
+
+def blocks(kernel: Kernel, max_rows: int, n: int, device: Device, parts: int = 1) -> int:
     """Blocks; a row with TMA that does not split k is persistent: what fits at a time will do."""
     count, tile = units(kernel.spec, max_rows, n), kernel.spec.tile
     if tile.get("split") == 1:
-        count = min(count, at_once(kernel, device))
+        count = min(count * parts, at_once(kernel, device))
     return count * kernel.spec.cluster
+
+
+def sharing(
+    kernel: Kernel, device: Device, workspace: GemmWorkspace | None, parts: int
+) -> dict[str, Any]:
+    """Of a wgmma row, where blocks leave sums for one another, if `parts` is not 1.
+
+    Raises:
+        ValueError: another row, or nowhere to leave them.
+    """
+    tile = kernel.spec.tile
+    if parts == 1:
+        return {"sums": 0, "raised": 0, "parts": 1} if tile["engine"] == "wgmma" else {}
+    if tile["engine"] != "wgmma" or tile["split"] != 1:
+        raise ValueError(f"gemm: units of {kernel.name} in {parts} parts")
+    most = at_once(kernel, device) * kernel.spec.cluster
+    if workspace is None or workspace.sums.shape[0] < most:
+        room = workspace.sums.shape[0] if workspace else 0
+        raise ValueError(f"gemm: {most} blocks leave sums in a workspace for {room}")
+    return {"sums": workspace.sums, "raised": workspace.raised, "parts": parts}
 
 
 def operands(kernel: Kernel, a: DeviceArray, w: DeviceArray) -> dict[str, DeviceArray | TensorMap]:

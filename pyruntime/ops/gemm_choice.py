@@ -2,7 +2,8 @@
 
 Nothing is timed, so the choice is the same in every process. The constants are fitted to what all
 rows took on an H200 for 240 products of nine models, bench/results/gemm-fit.json;
-`bench/gemm_choice.py --fit` searches on from them. IDLE_WARPS and SHARED_START were set by hand.
+`bench/gemm_choice.py --fit` searches on from them. IDLE_WARPS, SHARED_START and what is of stream-K
+were set by hand.
 """
 
 from __future__ import annotations
@@ -39,6 +40,14 @@ STORED_COLUMN = {
 # To and from C, per product's column.
 OUTPUT_BYTES = {"f32": 4, "f16": 2, "add": 8, "swiglu": 1, "geglu": 1, "qkv": 2}
 
+# stream-K (cuda/kernels/sm_90a/gemm_division.cuh).
+SUMS_START = 1500.0  # of a launch in which units are shared
+SUMS_BYTES = 40.0  # a cycle, of a tile's float32 sums that a block leaves, or takes
+MOST_PARTS = 4  # clusters that share a unit, on average
+SLOTS = 132  # blocks that may leave sums: of a whole H200
+L2_HELD = 40 << 20  # bytes of A and W that L2 holds until they are read again
+BAND_ROWS = 2048  # kBandRows of cuda/kernels/gemm_base.cuh
+
 # stream.
 ALONE_BYTES = 71.2  # a cycle, of W into a multiprocessor whose neighbour is idle
 BESIDE_BYTES = 38.3  # the same if both are at work: they share a port
@@ -64,16 +73,22 @@ class Limits(Protocol):
     def smem_reserved(self) -> int: ...
 
 
-def choose(kernels: Sequence[Kernel], m: int, n: int, k: int, device: Limits) -> Kernel:
+def choose(
+    kernels: Sequence[Kernel], m: int, n: int, k: int, device: Limits, stream_k: bool = False
+) -> Kernel:
     """The row that should be fastest for C [m, n] = A [m, k] · W [n, k]ᵀ.
 
     All rows of the mma engine compute the same bits. So do those of the wgmma engine that do not
     split k, those of the stream engine that do not, and stream rows with the same `bn` and `split`.
 
+    Args:
+        stream_k: whether blocks of a wgmma row may share units, see `parts`. Then its bits are its
+            own, and depend on m.
+
     Raises:
         CubinError: no row fits the device.
     """
-    found = costs(kernels, m, n, k, device)
+    found = costs(kernels, m, n, k, device, stream_k)
     if not found:
         raise CubinError(f"no gemm row fits {device.smem_per_sm:,} B of shared memory")
     return min(found, key=lambda row: (found[row], row.name))
@@ -92,8 +107,10 @@ def invariant(kernels: Iterable[Kernel]) -> list[Kernel]:
     return [row for row, tile in tiles if tile["engine"] == engine and tile.get("split", 1) == 1]
 
 
-def costs(kernels: Iterable[Kernel], m: int, n: int, k: int, device: Limits) -> dict[Kernel, float]:
-    """Cycles of an H200 that each row should take.
+def costs(
+    kernels: Iterable[Kernel], m: int, n: int, k: int, device: Limits, stream_k: bool = False
+) -> dict[Kernel, float]:
+    """Cycles of an H200 that each row should take; see `choose`.
 
     Left out are rows that do not fit the device, and stream rows whose tile has not all m rows of
     A: they would read W again for each tile.
@@ -102,8 +119,21 @@ def costs(kernels: Iterable[Kernel], m: int, n: int, k: int, device: Limits) -> 
     for row in kernels:
         cost = _COSTS[str(row.spec.tile["engine"])](row, m, n, k, device)
         if cost is not None:
-            found[row] = float(cost)
+            shared = _stream_k(row, m, n, k, device) if stream_k else {}
+            found[row] = float(min(cost, *shared.values()) if shared else cost)
     return found
+
+
+def parts(kernel: Kernel, m: int, n: int, k: int, device: Limits) -> int:
+    """How many clusters of a row's blocks should share a unit, on average, where any is shared.
+
+    1: none should be, or the row cannot.
+    """
+    found = _stream_k(kernel, m, n, k, device)
+    if not found:
+        return 1
+    found[1] = _wgmma(kernel, m, n, k, device)
+    return min(found, key=lambda parts: (found[parts], parts))
 
 
 def units(spec: KernelSpec, m: int, n: int) -> int:
@@ -130,23 +160,75 @@ def _waves(count: int, most: int) -> list[tuple[int, int]]:
 
 def _wgmma(kernel: Kernel, m: int, n: int, k: int, device: Limits) -> float:
     tile = kernel.spec.tile
-    bm, bn, bk, share, split = (int(tile[name]) for name in ("bm", "bn", "bk", "share", "split"))
+    bn, bk, share, split = (int(tile[name]) for name in ("bn", "bk", "share", "split"))
     epilogue = str(tile["epilogue"])
     steps = -(-k // (bk * split))
     work, waves = 0.0, 0
     for count, clusters in _waves(units(kernel.spec, m, n), at_once(kernel, device)):
-        busy = clusters * share * split / device.sm_count  # they share what L2 delivers
-        copied = busy * (bm + bn / share) * 2 * bk / L2_BYTES
-        step = _together(STEPS, WGMMA_COLUMN * bn, copied)
+        step = _wgmma_step(kernel, clusters, device)
         work += count * (steps * step + STORED_COLUMN[epilogue] * bn)
         waves += count
     once = LAUNCH["wgmma"] + (split - 1) * (EXCHANGE + EXCHANGED_COLUMN * bn / split)
     once += SHARED_START if share > 1 else 0
     # A grid with split is not persistent: each wave starts anew.
     work += (waves - 1) * once if split > 1 else 0
+    return once + _together(OVERLAP, work, _wgmma_memory(epilogue, m, n, k, device))
+
+
+def _wgmma_step(kernel: Kernel, clusters: int, device: Limits) -> float:
+    """A slot of k, if so many clusters are at work: they share what L2 delivers."""
+    tile = kernel.spec.tile
+    bm, bn, bk, share = (int(tile[name]) for name in ("bm", "bn", "bk", "share"))
+    busy = clusters * kernel.spec.cluster / device.sm_count
+    copied = busy * (bm + bn / share) * 2 * bk / L2_BYTES
+    return _together(STEPS, WGMMA_COLUMN * bn, copied)
+
+
+def _wgmma_memory(epilogue: str, m: int, n: int, k: int, device: Limits) -> float:
     moved = 2 * k * (n + m) + OUTPUT_BYTES[epilogue] * m * n
-    memory = moved / (MEMORY_BYTES["wgmma"] * device.sm_count)
-    return once + _together(OVERLAP, work, memory)
+    return moved / (MEMORY_BYTES["wgmma"] * device.sm_count)
+
+
+def _stream_k(kernel: Kernel, m: int, n: int, k: int, device: Limits) -> dict[int, float]:
+    """What the row should take if clusters share units, by `parts`; nothing where they should not.
+
+    Blocks at work on whole tiles are at the same columns of k at a time. Tiles one above the other
+    read W in step, and those side by side A, so each comes from memory once, however long k is. It
+    is so, too, if each unit is shared by as many clusters, of which none has steps of two units.
+    Otherwise blocks are at all columns of k at a time. Then what they have in common must stay in
+    L2 from the first that reads it to the last: the rows of A of a band, and, where tiles lie one
+    above the other, the columns of W of the units that are shared: with whole waves the first of
+    the walk of cuda/kernels/gemm_base.cuh, which goes down a band before the next column.
+    """
+    tile = kernel.spec.tile
+    if tile["engine"] != "wgmma" or tile["split"] != 1:
+        return {}
+    bm, bn, bk, share = (int(tile[name]) for name in ("bm", "bn", "bk", "share"))
+    epilogue, steps = str(tile["epilogue"]), -(-k // bk)
+    count, most = units(kernel.spec, m, n), at_once(kernel, device)
+    if most * share > SLOTS or count % most == 0:
+        return {}
+    down = -(-min(m, BAND_ROWS) // (bm * share))
+    shared = count if count < most else most + count % most
+    columns = min(-(-shared // down) * bn, n) if down > 1 else 0
+    held = 2 * k * (min(m, BAND_ROWS) + columns) <= L2_HELD
+    once = LAUNCH["wgmma"] + SUMS_START + (SHARED_START if share > 1 else 0)
+    memory = _wgmma_memory(epilogue, m, n, k, device)
+    found = {}
+    for part in range(2, MOST_PARTS + 1):
+        sharing = min(count * part, most)
+        if part > steps or (sharing < count * part and not held):
+            continue
+        step = _wgmma_step(kernel, sharing, device)
+        ends = max(count / sharing, 1)  # tiles that a block finishes
+        work = -(-count * steps // sharing) * step + ends * STORED_COLUMN[epilogue] * bn
+        # The owner of a tile takes the sums of the others, which leave theirs at a time.
+        taken = 1 + -(-sharing // count) - (sharing % count == 0)
+        sums = taken * bm * bn * 4 / SUMS_BYTES
+        found[part] = once + sums + _together(OVERLAP, work, memory)
+        if sharing == most:
+            break
+    return found
 
 
 def _stream(kernel: Kernel, m: int, n: int, k: int, device: Limits) -> float | None:

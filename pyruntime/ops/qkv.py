@@ -15,8 +15,9 @@ from numpy.typing import NDArray
 from pyruntime.driver.library import Kernel, Library, kept
 from pyruntime.driver.memory import DeviceArray
 from pyruntime.driver.program import Program
-from pyruntime.ops.gemm import ALIGNMENT, blocks, choice, gemm, operands, rows_for
+from pyruntime.ops.gemm import ALIGNMENT, blocks, choice, divided, gemm, operands, rows_for, sharing
 from pyruntime.ops.gemm_choice import MEMORY_BYTES, costs
+from pyruntime.ops.gemm_workspace import GemmWorkspace
 from pyruntime.ops.rope import GROUP, check_paired, check_rotary, rope
 
 MOST_ALIKE = 4
@@ -63,21 +64,23 @@ def paired_rows(
 
 
 @kept  # all layers of a model ask the same
-def rotating(library: Library, m: int, n: int, k: int, invariant: bool) -> Kernel | None:
+def rotating(
+    library: Library, m: int, n: int, k: int, invariant: bool, stream_k: bool = False
+) -> Kernel | None:
     """The row of the table that makes [m, n] of q, k, v from k inputs in one launch.
 
     None where a product and a launch of rope should be faster: with few rows of A, for which there
-    are engines that cannot rotate.
+    are engines that cannot rotate. stream_k: see `choose`.
     """
     device = library.device
     one, two = (
-        costs(rows_for(library, epilogue, invariant), m, n, k, device)
+        costs(rows_for(library, epilogue, invariant), m, n, k, device, stream_k)
         for epilogue in ("qkv", "f32")
     )
     moved = (4 + 2) * m * n / (MEMORY_BYTES["stream"] * device.sm_count)
     if not one or min(one.values()) > min(two.values()) + ROPE_LAUNCH + moved:
         return None
-    return choice(library, "qkv", m, n, k, invariant)
+    return choice(library, "qkv", m, n, k, invariant, stream_k)
 
 
 def qkv(
@@ -111,6 +114,8 @@ def qkv(
     k_norm: DeviceArray | None = None,
     invariant: bool = False,
     kernel: Kernel | None = None,
+    workspace: GemmWorkspace | None = None,
+    parts: int | None = None,
 ) -> None:
     """Records q of the live rows of `a`, and the store of their k and v in the cache.
 
@@ -125,19 +130,20 @@ def qkv(
         rows: device int32, the count of live rows, which `live` holds as well.
         invariant: see `gemm`; one launch and two then give the same bits.
         kernel: the row of the table for one launch, instead of what `rotating` says.
+        workspace, parts: see `gemm`.
         q and all others: see `rope`.
 
     Raises:
         ValueError: arrays that do not belong together. CubinError, CudaError: see `gemm`, `rope`.
     """
-    n, k = w.shape
+    (n, k), stream_k = w.shape, workspace is not None and not invariant
     if alike and kernel is None:
-        kernel = rotating(library, max_rows, n, k, invariant)
+        kernel = rotating(library, max_rows, n, k, invariant, stream_k)
     if kernel is None:
         with program.role("qkv"):
             gemm(
                 program, library, a=a, w=w, c=product, rows=rows, max_rows=max_rows,
-                epilogue="f32", invariant=invariant,
+                epilogue="f32", invariant=invariant, workspace=workspace, parts=parts,
             )  # fmt: skip
         rope(
             program, library, qkv=product, q=q, live=live, sequences=sequences,
@@ -154,11 +160,14 @@ def qkv(
         raise ValueError(
             f"qkv: paired columns, but a {kv_dtype} cache, norms or a bias of interleaved pairs"
         )
+    if parts is None:
+        parts = divided(library, kernel, max_rows, n, k) if stream_k else 1
     with program.role("qkv"):
         program.add(
             kernel,
-            grid=blocks(kernel, max_rows, n, library.device),
+            grid=blocks(kernel, max_rows, n, library.device, parts),
             **operands(kernel, a, w),
+            **sharing(kernel, library.device, workspace, parts),
             rows=rows,
             sequences=sequences,
             sequence_of=sequence_of,

@@ -9,13 +9,18 @@
 //
 // Grid: clusters of Share * Split blocks along x. A cluster's unit of work is one tile, or with
 // Share = 2 two tiles one above the other, for which each block loads half of the slot of W into
-// both blocks. Without Split the grid is persistent: a cluster takes every (clusters in the
-// grid)-th unit. With Split each block of a cluster sums a part of k of one tile, and the grid has
-// a cluster for each unit that there can be. Clusters past the live units return.
+// both blocks. Without Split the grid is persistent, and gemm_division.cuh says what a cluster
+// takes. With Split each block of a cluster sums a part of k of one tile, and the grid has a
+// cluster for each unit that there can be. Clusters without work return.
 //
 // Split: each warp's 16 rows have an owner among the blocks. The others write their sums into the
 // owner's shared memory, which no copy uses any more (plane `partial`), and the owner adds them in
 // the order of the ranks: the same bits every run.
+//
+// Shared units (gemm_division.cuh): a block that has some steps of a tile, but not the first,
+// leaves its sums in `sums`, and each warp raises its flag in `raised`.
+// The same warp of the owner's block waits for those of all others, one after the other, adds their
+// sums in that order, and lowers the flags for the next launch: the same bits every run.
 //
 // Before it waits for the kernel before it, a block reads the count of live rows and W only.
 //
@@ -27,12 +32,15 @@
 // BN * 4.4 cycles per slot, L2 delivers 40 to 53 bytes a cycle: from BN = 160 on wgmma is the
 // limit.
 //
-// Rows without Split give the same bits, and a row of C depends on nothing but its row of A.
+// Rows without Split give the same bits, and a row of C depends on nothing but its row of A, where
+// parts = 1. Where units are shared, sums are in an order that depends on the live rows, the tile
+// and the grid.
 #pragma once
 
 #include "../../core/spec.cuh"
 #include "../../core/tma.cuh"
 #include "../../core/wgmma.cuh"
+#include "gemm_division.cuh"
 #include "gemm_wgmma_qkv.cuh"
 #include "gemm_wgmma_store.cuh"
 
@@ -43,6 +51,7 @@
   P(8, uint64_t, empty, [Stages])      \
   P(8, uint64_t, drained)              \
   P(8, uint64_t, summed)               \
+  P(4, Work, work)                     \
   A(w, float4, partial, [kOwned][kPeers][kFragments][32])
 
 template <Epilogue E, int BN, int Stages, int Share, int Split>
@@ -78,34 +87,36 @@ struct GemmWgmma : GemmWgmmaStore<E, BN> {
         .with("split", Split)
         .with("cluster", kCluster);
   }
-  SPEC_SMEM(GEMM_WGMMA_PLANES)
-  static_assert(sizeof(typename Smem::partial_plane) <= sizeof(Smem::w));
-
-  // What a block has to do; everything here is the same for all of its threads.
+  // What a block has to do. It lies in shared memory: the accumulators leave few registers.
   struct Work {
-    int m, steps;  // live rows; slots of k per tile
-    int down, across, first, stride;
+    Division division;
+    int m, down, across;  // live rows; units one above the other and side by side
     int rank;
 
     __device__ __forceinline__ Work(const Params& p, int live)
-        : m(live),
-          steps(((p.k + BK - 1) / BK + Split - 1) / Split),
-          down((live + kUnitRows - 1) / kUnitRows),
-          across((p.n + BN - 1) / BN),
-          first(blockIdx.x / kCluster),
-          stride(gridDim.x / kCluster),
+        : Work(p, live, (live + kUnitRows - 1) / kUnitRows, (p.n + BN - 1) / BN) {}
+    __device__ __forceinline__ Work(const Params& p, int live, int down, int across)
+        : division(down * across, ((p.k + BK - 1) / BK + Split - 1) / Split, blockIdx.x / kCluster,
+                   gridDim.x / kCluster, Split > 1 ? 1 : p.parts),
+          m(live),
+          down(down),
+          across(across),
           rank(blockIdx.x % kCluster) {}
 
-    __device__ __forceinline__ int units() const { return down * across; }
     // This block's tile of a unit.
     __device__ __forceinline__ TilePlace tile(int unit) const {
       TilePlace place = place_of<kUnitRows, BN>(unit, down, across);
       if constexpr (Share > 1) place.row += rank * BM;
       return place;
     }
-    // Its part of k. Steps past the end of k multiply zeros.
-    __device__ __forceinline__ int first_step() const { return Split > 1 ? rank * steps : 0; }
+    // Of k, where a step of this block begins. Steps past the end of k multiply zeros.
+    __device__ __forceinline__ int column(int step) const {
+      return (Split > 1 ? rank * division.steps + step : step) * BK;
+    }
   };
+
+  SPEC_SMEM(GEMM_WGMMA_PLANES)
+  static_assert(sizeof(typename Smem::partial_plane) <= sizeof(Smem::w));
 
   struct Ring {
     int slot = 0, phase = 0;
@@ -131,24 +142,29 @@ struct GemmWgmma : GemmWgmmaStore<E, BN> {
   }
 
   // The first slots of W, which no kernel writes: they need not wait for the kernel before.
-  static __device__ __forceinline__ int early_steps(const Work& work) {
-    return min(work.steps, Stages);
+  static __device__ __forceinline__ int early_steps(const Division& division) {
+    const int unit = division.start();
+    return min(division.last(unit) - division.first(unit), Stages);
   }
   static __device__ __forceinline__ void load_early(const Params& p, Smem& s, const Work& work) {
-    const int column = work.tile(work.first).column;
-    for (int step = 0; step < early_steps(work); ++step) {
-      ptx::barrier_expect(ptx::shared_address(&s.full[step]), kSlotBytes);
-      load_w(p, s, step, column, (work.first_step() + step) * BK, work.rank);
+    const int unit = work.division.start(), first = work.division.first(unit);
+    const int column = work.tile(unit).column;
+    for (int i = 0; i < early_steps(work.division); ++i) {
+      ptx::barrier_expect(ptx::shared_address(&s.full[i]), kSlotBytes);
+      load_w(p, s, i, column, work.column(first + i), work.rank);
     }
   }
 
-  static __device__ __forceinline__ void produce(const Params& p, Smem& s, const Work& work) {
+  static __device__ __forceinline__ void produce(const Params& p, Smem& s) {
+    const Work work = s.work;
+    const Division& division = work.division;
     Ring ring;
-    int early = early_steps(work);
-    for (int unit = work.first; unit < work.units(); unit += work.stride) {
+    int early = early_steps(division);
+    for (int unit = division.start(); unit < division.units; unit = division.next(unit)) {
       const TilePlace place = work.tile(unit);
-      for (int step = 0; step < work.steps; ++step, --early, ring.advance()) {
-        const int k = (work.first_step() + step) * BK;
+      const int last = division.last(unit);
+      for (int step = division.first(unit); step < last; ++step, --early, ring.advance()) {
+        const int k = work.column(step);
         const uint32_t full = ptx::shared_address(&s.full[ring.slot]);
         if (early <= 0) {
           // The first time round, the phase before the first counts as over.
@@ -191,19 +207,19 @@ struct GemmWgmma : GemmWgmmaStore<E, BN> {
     ring.advance();
   }
 
-  // The first steps of a tile, two groups of the tile before written under each.
+  // The first of a tile's `steps`, two groups of the tile before written under each.
   template <int G, class Halves>
   static __device__ __forceinline__ void multiply_and_store(const Params& p, Smem& s, Ring& ring,
                                                             Accumulators& d, int warpgroup,
-                                                            const Work& work, const Halves& out,
+                                                            int steps, int m, const Halves& out,
                                                             bool pending) {
     if constexpr (G < Store::kGroups) {
-      if (G / 2 < work.steps) multiply(s, ring, d, warpgroup, G == 0);
+      if (G / 2 < steps) multiply(s, ring, d, warpgroup, G == 0);
       if (pending) {
-        Store::template store_group<G>(p, out, work.m);
-        if constexpr (G + 1 < Store::kGroups) Store::template store_group<G + 1>(p, out, work.m);
+        Store::template store_group<G>(p, out, m);
+        if constexpr (G + 1 < Store::kGroups) Store::template store_group<G + 1>(p, out, m);
       }
-      multiply_and_store<G + 2>(p, s, ring, d, warpgroup, work, out, pending);
+      multiply_and_store<G + 2>(p, s, ring, d, warpgroup, steps, m, out, pending);
     }
   }
 
@@ -239,6 +255,63 @@ struct GemmWgmma : GemmWgmmaStore<E, BN> {
       }
   }
 
+  // Shared units: where a warp of a block leaves its sums, a lane's 16 bytes, and its flag.
+  static __device__ __forceinline__ float* sums_of(const Params& p, int block, int warp) {
+    return p.sums + ((int64_t(block) * kWarps + warp) * kFragments * 32 + threadIdx.x % 32) * 4;
+  }
+  static __device__ __forceinline__ int32_t* flag_of(const Params& p, int block, int warp) {
+    return p.raised + block * kWarps + warp;
+  }
+  enum Flag { kLowered, kMoreFollow, kLast };
+
+  // This warp's sums, for the tile's owner.
+  static __device__ __forceinline__ void leave(const Params& p, const Accumulators& d, int warp,
+                                               bool last) {
+    float* const to = sums_of(p, blockIdx.x, warp);
+#pragma unroll
+    for (int j = 0; j < kFragments; ++j)
+      ptx::store_floats(to + j * 128, {d[j * 4], d[j * 4 + 1], d[j * 4 + 2], d[j * 4 + 3]});
+    __syncwarp();
+    if (threadIdx.x % 32 == 0)
+      ptx::store_release(flag_of(p, blockIdx.x, warp), last ? kLast : kMoreFollow);
+  }
+
+  // As the owner: adds to this warp's sums what the blocks with further steps leave.
+  static __device__ __forceinline__ void collect(const Params& p, Accumulators& d, int warp) {
+    int block = blockIdx.x, flag;
+    do {
+      block -= kCluster;
+      if (threadIdx.x % 32 == 0) {
+        do flag = ptx::load_acquire(flag_of(p, block, warp));
+        while (flag == kLowered);
+        *flag_of(p, block, warp) = kLowered;
+      }
+      flag = __shfl_sync(0xffffffffu, flag, 0);
+      const float4* const from = reinterpret_cast<float4*>(sums_of(p, block, warp));
+#pragma unroll
+      for (int j = 0; j < kFragments; ++j) {
+        const float4 v = __ldcg(from + j * 32);
+        d[j * 4] += v.x;
+        d[j * 4 + 1] += v.y;
+        d[j * 4 + 2] += v.z;
+        d[j * 4 + 3] += v.w;
+      }
+    } while (flag != kLast);
+  }
+
+  // After the last step of a segment: whether the tile is this block's, and then its sums are
+  // whole.
+  static __device__ __forceinline__ bool complete(const Params& p, const Division& division,
+                                                  int unit, Accumulators& d, int warp) {
+    const bool last = division.last(unit) == division.steps;
+    if (division.first(unit)) {
+      leave(p, d, warp, last);
+      return false;
+    }
+    if (!last) collect(p, d, warp);
+    return true;
+  }
+
   static __device__ __forceinline__ void consume(const Params& p, Smem& s, const Work& work) {
     const int warp = threadIdx.x / 32 - kWarpgroup / 32, warpgroup = warp / 4;
     const auto rows_of_warp = [&](int unit) {
@@ -246,48 +319,52 @@ struct GemmWgmma : GemmWgmmaStore<E, BN> {
       place.row += warp * 16;
       return place;
     };
+    const Division& division = work.division;
+    const int m = work.m;
     Ring ring;
     Accumulators d;
     if constexpr (Split > 1) {
-      const bool owner = warp % Split == work.rank;
-      const TilePlace place = rows_of_warp(work.first);
-      typename Store::Ahead ahead(p, owner ? work.m : 0, place);
+      const int rank = work.rank, steps = division.steps;
+      const bool owner = warp % Split == rank;
+      const TilePlace place = rows_of_warp(division.cluster);
+      typename Store::Ahead ahead(p, owner ? m : 0, place);
       multiply(s, ring, d, warpgroup, true);
       ahead.follow(p, place);
-      for (int step = 1; step < work.steps; ++step) multiply(s, ring, d, warpgroup, false);
+      for (int step = 1; step < steps; ++step) multiply(s, ring, d, warpgroup, false);
       ptx::wgmma_wait<0>();
       ptx::named_barrier<kWarpgroup>(1 + warpgroup);
-      gather(s, d, warp, work.rank);
-      if (owner) Store::finish(p, d, work.m, place, ahead);
+      gather(s, d, warp, rank);
+      if (owner) Store::finish(p, d, m, place, ahead);
     } else if constexpr (kDefers) {
       typename Store::Halves out;
       bool pending = false;
-      for (int unit = work.first; unit < work.units(); unit += work.stride) {
-        multiply_and_store<0>(p, s, ring, d, warpgroup, work, out, pending);
-        for (int step = (Store::kGroups + 1) / 2; step < work.steps; ++step)
+      for (int unit = division.start(); unit < division.units; unit = division.next(unit)) {
+        const int steps = division.last(unit) - division.first(unit);
+        multiply_and_store<0>(p, s, ring, d, warpgroup, steps, m, out, pending);
+        for (int step = (Store::kGroups + 1) / 2; step < steps; ++step)
           multiply(s, ring, d, warpgroup, false);
         ptx::wgmma_wait<0>();
         release(s, ring.previous());
-        Store::round(p, d, work.m, rows_of_warp(unit), out);
-        pending = true;
+        pending = complete(p, division, unit, d, warp);
+        if (pending) Store::round(p, d, m, rows_of_warp(unit), out);
       }
-      Store::template store_from<0>(p, out, work.m);
+      if (pending) Store::template store_from<0>(p, out, m);
     } else {
-      for (int unit = work.first; unit < work.units(); unit += work.stride) {
+      for (int unit = division.start(); unit < division.units; unit = division.next(unit)) {
         const TilePlace place = rows_of_warp(unit);
-        typename Store::Ahead ahead(p, work.m, place);
+        typename Store::Ahead ahead(p, division.first(unit) ? 0 : m, place);
         multiply(s, ring, d, warpgroup, true);
         ahead.follow(p, place);
-        for (int step = 1; step < work.steps; ++step) multiply(s, ring, d, warpgroup, false);
+        const int steps = division.last(unit) - division.first(unit);
+        for (int step = 1; step < steps; ++step) multiply(s, ring, d, warpgroup, false);
         ptx::wgmma_wait<0>();
         release(s, ring.previous());
-        Store::finish(p, d, work.m, place, ahead);
+        if (complete(p, division, unit, d, warp)) Store::finish(p, d, m, place, ahead);
       }
     }
   }
 
   static __device__ __forceinline__ void run(const Params& p) {
-    const int live = *p.rows;  // on its way while the barriers are set up
     Smem& s = spec::shared<Smem>();
     if (threadIdx.x < Stages) {
       ptx::barrier_init(ptx::shared_address(&s.full[threadIdx.x]), 1);
@@ -301,10 +378,12 @@ struct GemmWgmma : GemmWgmmaStore<E, BN> {
     } else if (threadIdx.x == 32) {
       ptx::prefetch_map(&p.w);
       ptx::prefetch_map(&p.a);
+    } else if (threadIdx.x == 64) {
+      s.work = Work(p, *p.rows);
     }
     __syncthreads();
-    const Work work(p, live);
-    if (work.first >= work.units()) {  // the whole cluster does
+    const Work& work = s.work;
+    if (work.division.start() >= work.division.units) {  // the whole cluster does
       ptx::dependency_wait();
       return;
     }
@@ -320,7 +399,7 @@ struct GemmWgmma : GemmWgmmaStore<E, BN> {
     ptx::dependency_wait();
     if (threadIdx.x < kWarpgroup) {
       ptx::lower_registers<40>();
-      if (threadIdx.x == 0) produce(p, s, work);
+      if (threadIdx.x == 0) produce(p, s);
       if constexpr (Split > 1) {
         __syncwarp();
         ptx::cluster_wait();

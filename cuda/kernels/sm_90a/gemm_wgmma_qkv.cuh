@@ -36,7 +36,10 @@
   P(int32_t, head_dim)                                                                     \
   P(int32_t, interleaved)                                                                  \
   P(int32_t, alike)                                                                        \
-  P(int32_t, site) /* of q; k and v follow */
+  P(int32_t, site)    /* of q; k and v follow */                                           \
+  P(float*, sums)     /* of shared units: [blocks][BM * BN] */                             \
+  P(int32_t*, raised) /* [blocks][8], zero between launches */                             \
+  P(int32_t, parts)   /* see gemm_division.cuh; 1: nothing is shared */
 
 template <int BN>
 struct GemmWgmmaStore<Epilogue::qkv, BN> {

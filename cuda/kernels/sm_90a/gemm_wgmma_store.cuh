@@ -20,7 +20,10 @@
   P(int32_t, n)                                                                        \
   P(int32_t, k)                                                                        \
   P(int32_t, site)                                                                     \
-  P(float, scale)
+  P(float, scale)                                                                      \
+  P(float*, sums)     /* of shared units: [blocks][BM * BN] */                         \
+  P(int32_t*, raised) /* [blocks][8], zero between launches */                         \
+  P(int32_t, parts)   /* see gemm_division.cuh; 1: nothing is shared */
 
 template <Epilogue E, int BN>
 struct GemmWgmmaStore {

@@ -1,0 +1,55 @@
+// How the units of a product are divided among the clusters of a persistent grid.
+//
+// Whole, a cluster takes every (clusters in the grid)-th unit, and the last wave may have work for
+// few of them. Divided (stream-K, arXiv:2301.03598), so many units that whole waves are left come
+// first, and their steps along k are shared out evenly: of these units, one after the other, each
+// cluster takes as long a part as any, which begins and ends inside of units. Without a whole wave
+// all units are shared, by `parts` clusters each at most, on average.
+//
+// The owner of a unit is who has its step 0. Others have its further steps: each as the first thing
+// that it does, so that the owner waits little. Cluster 0 takes the last part, so an owner waits
+// for clusters of lower numbers alone, which started before it: they need not all run at a time.
+#pragma once
+
+struct Division {
+  int units, steps;       // of the product; along k in a unit
+  int cluster, clusters;  // this one's number, and how many there are
+  int shared;             // units that are shared, the first ones
+  int from, to;           // this cluster's part of their steps
+
+  __device__ __forceinline__ Division(int units, int steps, int cluster, int clusters, int parts)
+      : units(units),
+        steps(steps),
+        cluster(cluster),
+        clusters(clusters),
+        shared(0),
+        from(0),
+        to(0) {
+    if (parts <= 1 || units % clusters == 0) return;
+    shared = units < clusters ? units : clusters + units % clusters;
+    const int sharing = min(clusters, shared * min(parts, steps));  // so that none has no step
+    if (cluster >= sharing) return;
+    // Steps in `tenths` of a unit, if `sharing` is ten: without products that leave 32 bits.
+    const auto tenths = [&](int n) {
+      return n * shared / sharing * steps + n * shared % sharing * steps / sharing;
+    };
+    from = tenths(sharing - 1 - cluster);
+    to = tenths(sharing - cluster);
+  }
+
+  // This cluster's units, of each its steps [first, last):
+  // for (unit = start(); unit < units; unit = next(unit)).
+  __device__ __forceinline__ int start() const {
+    return from < to ? from / steps : shared + cluster;
+  }
+  __device__ __forceinline__ int next(int unit) const {
+    if (unit >= shared) return unit + clusters;
+    return (unit + 1) * steps < to ? unit + 1 : shared + cluster;
+  }
+  __device__ __forceinline__ int first(int unit) const {
+    return unit < shared ? max(from - unit * steps, 0) : 0;
+  }
+  __device__ __forceinline__ int last(int unit) const {
+    return unit < shared ? min(to - unit * steps, steps) : steps;
+  }
+};
