@@ -27,3 +27,11 @@ def cmake() -> str:
         if found := shutil.which(path):
             return found
     pytest.skip("no cmake")
+
+
+def cxx() -> str:
+    """A C++ compiler of the machine."""
+    for name in ("c++", "g++", "clang++"):
+        if found := shutil.which(name):
+            return found
+    pytest.skip("no C++ compiler")

@@ -201,6 +201,10 @@ def _gemm(work: Work) -> None:
     if tile.get("split") != 1:  # others are persistent
         units = -(-count // tall) * -(-work.given["n"] // wide)
         work.covers(0, units * work.launch.kernel.spec.cluster)
+    if work.given.get("parts", 1) > 1:
+        blocks, room = work.launch.grid[0], len(work.array("sums"))
+        work.require(blocks <= room, f"{blocks} blocks leave sums where there is room for {room}")
+        work.require(not work.array("raised").any(), "flags are raised before it starts")
     product = work.rows("a", count).astype(np.float32) @ work.array("w").astype(np.float32).T
     if epilogue == "qkv":
         _rotate(work, product, "f16")

@@ -206,7 +206,7 @@ class StreamedWeights:
         """
         c, (count, _) = self._config, logits.shape
         # As for the whole product: rows of the table that split k round otherwise than others.
-        kernel = choice(self._library, "f32", count, c.vocab, c.hidden, self._invariant)
+        kernel = choice(self._library, "f32", count, c.vocab, c.hidden, self._invariant, False)
         blocks = self._blocks(kept)
         fills = [self._head_fill(*b) for b in blocks] if kept > 1 else list(self._head_fills)
         if ready:

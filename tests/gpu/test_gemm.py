@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from pyruntime.driver.graph import Graph
 from pyruntime.driver.library import Kernel
 from pyruntime.driver.memory import DeviceArray
 from pyruntime.driver.program import Program
+from pyruntime.driver.stream import Stream
 from pyruntime.model.live import NO_OVERFLOW
 from pyruntime.ops.gemm import GATED, OUTPUTS, gemm
+from pyruntime.ops.gemm_choice import at_once
+from pyruntime.ops.gemm_workspace import GemmWorkspace
 
 # Norm of a row's error over the row's norm. Rounding results to fp16 gives 2.1e-4, f32 accumulation
 # far less; one wrong value in a row of 49152 would give 6e-3.
@@ -323,3 +328,205 @@ def test_f16_range(gpu: Any, value: float, site: int, expected: int) -> None:
             truth = np.zeros((m, n), np.float16)
             truth[10, 21] = a[10].astype(np.float64).sum()
             np.testing.assert_array_equal(gpu.download(c)[:m], truth, err_msg=kernel.name)
+
+
+# Units that clusters share: cuda/kernels/sm_90a/gemm_division.cuh.
+
+
+@pytest.fixture
+def workspace(gpu: Any) -> Iterator[GemmWorkspace]:
+    """Full of NaN; its flags must be lowered in the end."""
+    workspace = GemmWorkspace(gpu.library)
+    workspace.sums.fill(0xFF)
+    yield workspace
+    raised = gpu.download(workspace.raised)
+    workspace.close()
+    assert not raised.any()
+
+
+def sharing_rows(gpu: Any, epilogue: str) -> list[Kernel]:
+    rows = [x for x in rows_of(gpu, epilogue) if x.spec.tile["engine"] == "wgmma"]
+    if not rows:
+        pytest.skip("no row of this device shares units")
+    return [x for x in rows if x.spec.tile["split"] == 1]
+
+
+def unit_of(kernel: Kernel) -> tuple[int, int]:
+    """Rows and columns of a unit."""
+    tile = kernel.spec.tile
+    return int(tile["bm"]) * int(tile["share"]), int(tile["bn"])
+
+
+class Shared:
+    """A product of `down` x `across` units of a row, edges not full, dead rows behind it."""
+
+    def __init__(
+        self,
+        gpu: Any,
+        rng: np.random.Generator,
+        kernel: Kernel,
+        down: int,
+        across: int,
+        k: int,
+        capacity: int = 0,
+    ) -> None:
+        self.gpu, self.kernel = gpu, kernel
+        self.epilogue = str(kernel.spec.tile["epilogue"])
+        rows, columns = unit_of(kernel)
+        self.m, n = down * rows - 37, across * columns - 8
+        self.capacity = capacity or self.m + DEAD
+        a, w = normal(rng, self.capacity, k), weights(rng, n, k)
+        a[self.m :] = np.nan
+        self.before = rng.standard_normal((self.m, n), np.float32)
+        self.truth = reference(self.epilogue, a[: self.m], w, self.before)
+        self.a, self.w = gpu.upload(a), gpu.upload(w)
+        self.live, self.overflow = (
+            gpu.upload(np.array([x], np.int32)) for x in (self.m, NO_OVERFLOW)
+        )
+
+    def output(self) -> DeviceArray:
+        width = self.w.shape[0] // (1 + (self.epilogue in GATED))
+        c = self.gpu.empty((self.capacity, width), OUTPUTS[self.epilogue])
+        if self.epilogue == "add":
+            c.rows(0, self.m).upload(self.before)
+        return c
+
+    def record(
+        self, program: Program, c: DeviceArray, workspace: GemmWorkspace, parts: int | None
+    ) -> None:
+        gemm(
+            program, self.gpu.library, a=self.a, w=self.w, c=c, rows=self.live,
+            max_rows=self.capacity, epilogue=self.epilogue, scale=SCALES[self.epilogue],
+            overflow=self.overflow, kernel=self.kernel, workspace=workspace, parts=parts,
+        )  # fmt: skip
+
+    def check(self, workspace: GemmWorkspace, parts: int | None, runs: int = 3) -> None:
+        """Near the truth, the rest untouched, and the same bits each time."""
+        first = None
+        for _ in range(runs):
+            c, program = self.output(), Program()
+            self.record(program, c, workspace, parts)
+            self.gpu.run(program)
+            got = self.gpu.download(c)
+            where = f"{program.launches[0]}, m {self.m} of {self.capacity}, w {self.w.shape}"
+            assert (got[self.m :].view(np.uint8) == 0xFF).all(), where
+            assert not self.gpu.download(workspace.raised).any(), where
+            assert self.gpu.download(self.overflow)[0] == NO_OVERFLOW, where
+            error = np.linalg.norm(got[: self.m] - self.truth, axis=1)
+            error /= np.linalg.norm(self.truth, axis=1)
+            assert (error <= TOLERANCE).all(), f"{where}: row {np.argmax(error)}, {error.max():.1e}"
+            first = got.tobytes() if first is None else first
+            assert got.tobytes() == first, where
+
+
+@pytest.mark.parametrize("epilogue", OUTPUTS)
+@pytest.mark.parametrize(
+    ("parts", "waves", "k"),
+    [
+        (2, 0.03, 1000),
+        (3, 0.03, 200),  # parts of one step and of two
+        (4, 0.2, 2056),
+        (4, 0.2, 136),  # fewer steps than parts
+        (2, 0.7, 584),  # parts of two units, for which there is no whole number of clusters
+        (3, 0.99, 1000),
+        (2, 1.01, 584),
+        (2, 1.5, 72),
+        (2, 1.99, 200),
+        (2, 2.5, 8),  # one step
+        (2, 3.2, 328),
+    ],
+)
+def test_shared_units(
+    gpu: Any,
+    rng: np.random.Generator,
+    workspace: GemmWorkspace,
+    epilogue: str,
+    parts: int,
+    waves: float,
+    k: int,
+) -> None:
+    rows, down = sharing_rows(gpu, epilogue), 2
+    if waves > 1:  # products are large: a row of each kind
+        rows, down = [*{x.spec.tile["share"]: x for x in rows}.values(), rows[0]], 3
+    for kernel in rows:
+        across = max(round(waves * at_once(kernel, gpu.device)) // down, 1)
+        Shared(gpu, rng, kernel, down, across, k).check(workspace, parts)
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize("epilogue", OUTPUTS)
+def test_edges_of_shared_units(
+    gpu: Any, rng: np.random.Generator, workspace: GemmWorkspace, epilogue: str
+) -> None:
+    for kernel in sharing_rows(gpu, epilogue):
+        Shared(gpu, rng, kernel, 1, 2, 328).check(workspace, 3, runs=1)
+
+
+@pytest.mark.parametrize("epilogue", OUTPUTS)
+def test_shared_units_of_fewer_live_rows_than_the_grid_is_for(
+    gpu: Any, rng: np.random.Generator, workspace: GemmWorkspace, epilogue: str
+) -> None:
+    """Whole waves for the rows that there can be, none for those that there are, and none live."""
+    for kernel in sharing_rows(gpu, epilogue):
+        tall, _ = unit_of(kernel)
+        across = at_once(kernel, gpu.device) // 3
+        some = Shared(gpu, rng, kernel, 1, across, 200, capacity=5 * tall)
+        some.check(workspace, 2)
+        some.live.upload(np.array([0], np.int32))
+        c, program = some.output().fill(0xFF), Program()
+        some.record(program, c, workspace, 2)
+        gpu.run(program)
+        assert (gpu.download(c).view(np.uint8) == 0xFF).all()
+
+
+@pytest.mark.parametrize("epilogue", OUTPUTS)
+def test_products_one_after_the_other_share_a_workspace(
+    gpu: Any, rng: np.random.Generator, workspace: GemmWorkspace, epilogue: str
+) -> None:
+    """Launches that overlap, enqueued and as a graph, many times: the bits of each alone."""
+    rows = sharing_rows(gpu, epilogue)
+    shapes = [(1, 3, 1000, 4), (2, 40, 328, 2), (3, 50, 200, 2)]
+    products = [Shared(gpu, rng, rows[i % len(rows)], *shape[:3]) for i, shape in enumerate(shapes)]
+    outputs = [x.output() for x in products]
+
+    def record(program: Program) -> Program:
+        for x, c, shape in zip(products, outputs, shapes, strict=True):
+            x.record(program, c, workspace, shape[3])
+        return program
+
+    def results() -> list[bytes]:
+        found = [gpu.download(c).tobytes() for c in outputs]
+        for x, c in zip(products, outputs, strict=True):
+            if epilogue == "add":
+                c.rows(0, x.m).upload(x.before)
+        return found
+
+    alone = []
+    for x, c, shape in zip(products, outputs, shapes, strict=True):
+        program = Program()
+        x.record(program, c, workspace, shape[3])
+        gpu.run(program)
+    alone = results()
+    assert len(set(alone)) == len(alone)
+    chain, aside = record(Program()), Stream(gpu.device)
+    graph = Graph(aside, lambda: chain.enqueue(aside))
+    for _ in range(30):
+        gpu.run(chain)
+        assert results() == alone
+        with gpu.device.current():
+            graph.launch(aside)
+            aside.synchronize()
+        assert results() == alone
+    graph.close()
+    aside.close()
+
+
+def test_sharing_is_chosen(gpu: Any, rng: np.random.Generator, workspace: GemmWorkspace) -> None:
+    """For two thirds of a wave, of the row that is the best for that."""
+    (kernel,) = sharing_rows(gpu, "f16")[:1]
+    across = at_once(kernel, gpu.device) // 3
+    product = Shared(gpu, rng, kernel, 1, across, 3584)
+    program = Program()
+    product.record(program, product.output(), workspace, None)
+    assert program.launches[0].grid[0] > across * kernel.spec.cluster
+    product.check(workspace, None)

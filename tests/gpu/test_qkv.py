@@ -14,6 +14,7 @@ from pyruntime.driver.memory import DeviceArray
 from pyruntime.driver.program import Program
 from pyruntime.model.live import NO_OVERFLOW
 from pyruntime.ops.gemm import gemm
+from pyruntime.ops.gemm_workspace import GemmWorkspace
 from pyruntime.ops.qkv import alike_heads, paired_rows, qkv
 from pyruntime.ops.rope import rope
 
@@ -116,19 +117,21 @@ class Case:
         order = paired_rows(**self.sizes, alike=alike) if alike else slice(None)
         return self.gpu.upload(np.ascontiguousarray(self.w[order]))
 
-    def fused(self, kernel: Kernel) -> tuple[list[NDArray[np.uint16]], int]:
+    def fused(self, kernel: Kernel, **shared: Any) -> tuple[list[NDArray[np.uint16]], int]:
         a, w = self.gpu.upload(self.a), self.weights(self.alike)
         product = self.gpu.empty((self.capacity, len(self.w)), np.float32)
 
         def record(program: Program, **given: Any) -> None:
             qkv(
                 program, self.gpu.library, a=a, w=w, product=product, rows=given["live"],
-                alike=self.alike, kernel=kernel, **given,
+                alike=self.alike, kernel=kernel, **given, **shared,
             )  # fmt: skip
 
         return self.run(record)
 
-    def apart(self, kernel: Kernel, alike: int) -> tuple[list[NDArray[np.uint16]], int]:
+    def apart(
+        self, kernel: Kernel, alike: int, **shared: Any
+    ) -> tuple[list[NDArray[np.uint16]], int]:
         """A product by `kernel` to float32, then `rope`."""
         a, w = self.gpu.upload(self.a), self.weights(alike)
         product = self.gpu.empty((self.capacity, len(self.w)), np.float32)
@@ -136,7 +139,7 @@ class Case:
         def record(program: Program, **given: Any) -> None:
             gemm(
                 program, self.gpu.library, a=a, w=w, c=product, rows=given["live"],
-                max_rows=self.capacity, epilogue="f32", kernel=kernel,
+                max_rows=self.capacity, epilogue="f32", kernel=kernel, **shared,
             )  # fmt: skip
             rope(program, self.gpu.library, qkv=product, alike=alike, **given)
 
@@ -199,6 +202,33 @@ def test_however_many_heads_alternate(gpu: Any, rng: np.random.Generator, alike:
 def test_more_tiles_than_multiprocessors(gpu: Any, rng: np.random.Generator) -> None:
     """Persistent blocks take several tiles: rows and angles of one must not stay for the next."""
     check(gpu, Case(gpu, rng, 28, 4, 128, 1200, 64, interleaved=False, bias=True))
+
+
+@pytest.mark.parametrize(("parts", "m", "k"), [(2, 300, 1000), (4, 129, 584), (2, 1500, 328)])
+def test_bits_are_those_of_two_launches_where_units_are_shared(
+    gpu: Any, rng: np.random.Generator, parts: int, m: int, k: int
+) -> None:
+    """Sums are divided alike for tiles of one size."""
+    case = Case(gpu, rng, 28, 4, 128, m, k, interleaved=False, bias=True)
+    workspace = GemmWorkspace(gpu.library)
+    shared: dict[str, Any] = {"workspace": workspace, "parts": parts}
+    compared = 0
+    for kernel in fused_rows(gpu):
+        tile = kernel.spec.tile
+        for other in gpu.library.family("gemm"):
+            alike = all(other.spec.tile.get(x) == tile[x] for x in ("bn", "share", "split"))
+            if other.spec.tile["epilogue"] != "f32" or not alike or tile["split"] != 1:
+                continue
+            workspace.sums.fill(0xFF)
+            want, site = case.apart(other, case.alike, **shared)
+            for _ in range(2):
+                bits, found = case.fused(kernel, **shared)
+                assert site == found == NO_OVERFLOW
+                assert all(map(np.array_equal, bits, want)), kernel.name
+            assert not gpu.download(workspace.raised).any()
+            compared += 1
+    workspace.close()
+    assert compared >= 4
 
 
 def test_no_live_rows(gpu: Any, rng: np.random.Generator) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
@@ -17,7 +18,16 @@ from pyruntime.driver.program import Program
 from pyruntime.errors import CubinError
 from pyruntime.model.buckets import bucket
 from pyruntime.ops.gemm import GATED, OUTPUTS, gemm
-from pyruntime.ops.gemm_choice import choose, costs, invariant, units
+from pyruntime.ops.gemm_choice import (
+    L2_HELD,
+    SLOTS,
+    at_once,
+    choose,
+    costs,
+    invariant,
+    parts,
+    units,
+)
 
 # Multiprocessors, their shared memory and the reserve per block (CUDA C++ programming guide,
 # technical specifications per compute capability).
@@ -154,6 +164,73 @@ def test_choices_among_engines(
 ) -> None:
     rows = [x for x in hopper if x.spec.tile["epilogue"] == epilogue]
     assert choose(rows, m, n, k, DEVICES["H200"]).name == expected
+
+
+@pytest.mark.parametrize(
+    ("epilogue", "m", "n", "k", "expected", "shared"),
+    [
+        ("qkv", 320, 4608, 3584, "gemm_wgmma_qkv_n160_s6_c1_k1", 2),
+        ("qkv", 2048, 4608, 3584, "gemm_wgmma_qkv_n192_s5_c2_k1", 1),
+        ("qkv", 3325, 4608, 3584, "gemm_wgmma_qkv_n192_s5_c2_k1", 2),
+        ("add", 256, 3584, 3584, "gemm_wgmma_add_n112_s7_c1_k1", 2),
+        ("add", 3325, 3584, 3584, "gemm_wgmma_add_n240_s4_c2_k1", 1),
+        ("add", 320, 3584, 18944, "gemm_wgmma_add_n256_s4_c1_k1", 3),
+        ("add", 512, 3584, 18944, "gemm_wgmma_add_n224_s5_c2_k1", 2),
+        ("add", 3325, 3584, 18944, "gemm_wgmma_add_n240_s4_c2_k1", 1),
+        ("swiglu", 2048, 37888, 3584, "gemm_wgmma_swiglu_n256_s4_c2_k1", 1),
+        ("swiglu", 3325, 37888, 3584, "gemm_wgmma_swiglu_n256_s4_c2_k1", 2),
+        ("f32", 1, 4608, 3584, "gemm_stream_f32_m32_n128_s10_k3", 1),
+    ],
+)
+def test_choices_where_units_may_be_shared(
+    hopper: list[Kernel], epilogue: str, m: int, n: int, k: int, expected: str, shared: int
+) -> None:
+    rows = [x for x in hopper if x.spec.tile["epilogue"] == epilogue]
+    chosen = choose(rows, m, n, k, DEVICES["H200"], stream_k=True)
+    assert (chosen.name, parts(chosen, m, n, k, DEVICES["H200"])) == (expected, shared)
+
+
+def test_sharing_is_for_what_whole_waves_leave_over(hopper: list[Kernel]) -> None:
+    device, found = DEVICES["H200"], 0
+    for m in (*LENGTHS, 1000, 3325):
+        for n, k in SHAPES:
+            plain = costs(hopper, m, n, k, device)
+            both = costs(hopper, m, n, k, device, stream_k=True)
+            assert plain.keys() == both.keys()
+            for row, cycles in both.items():
+                share = parts(row, m, n, k, device)
+                assert (cycles < plain[row]) == (share > 1)
+                if share == 1:
+                    continue
+                found += 1
+                count, most = units(row.spec, m, n), at_once(row, device)
+                assert row.spec.tile["engine"] == "wgmma" and row.spec.tile["split"] == 1
+                assert count % most and most * row.spec.cluster <= SLOTS
+                assert count > most or count * (share - 1) < most
+    assert found > 100
+
+
+def test_what_shares_units_reads_memory_once(hopper: list[Kernel]) -> None:
+    """Where L2 does not hold the rows of A and columns of W at work, clusters read in step."""
+    device, found = DEVICES["H200"], set()
+    for m in (200, 512, 700, 2048, 3325):
+        for row in hopper:
+            count, most, k = units(row.spec, m, 3584), at_once(row, device), 18944
+            assert 2 * k * min(m, 2048) + 2 * k * 3584 > L2_HELD
+            if m <= int(row.spec.tile.get("share", 1)) * 128:
+                continue  # no two tiles have columns of W in common
+            if (share := parts(row, m, 3584, k, device)) > 1:
+                assert count * share <= most
+                found.add(share)
+    assert found == {2, 3, 4}
+
+
+def test_a_device_with_more_blocks_than_slots_shares_nothing(hopper: list[Kernel]) -> None:
+    device: Any = SimpleNamespace(sm_count=SLOTS + 1, smem_per_sm=233472, smem_reserved=1024)
+    rows = [x for x in hopper if x.spec.cluster == 1]
+    assert {parts(x, 200, 3584, 3584, device) for x in rows} == {1}
+    device.sm_count = SLOTS
+    assert {parts(x, 200, 3584, 3584, device) for x in rows} > {1}
 
 
 # Of Qwen2.5-7B, SmolLM2-135M and Qwen2.5-0.5B, by epilogue. Larger W flow through many small blocks
@@ -296,3 +373,77 @@ def test_grids_and_boxes_of_rows_with_tma(
         assert launch.config.numAttrs == (share * split > 1)
         sizes = [([int(x) for x in m[3]], [int(x) for x in m[5]]) for m in driver.maps]
         assert sizes == [([k, rows + 3], [64, bm]), ([k, n], [64, bn // share])]
+
+
+def workspace(slots: int = SLOTS) -> Any:
+    return SimpleNamespace(sums=array(slots, 128 * 256, dtype="float32"), raised=array(slots, 8))
+
+
+@pytest.mark.parametrize("rows", [8, 129, 700, 2048])
+def test_launches_that_share_units(
+    hopper: list[Kernel], monkeypatch: pytest.MonkeyPatch, rows: int
+) -> None:
+    """All clusters that there is work for; what says so is in the parameters."""
+    library: Any = SimpleNamespace(device=DEVICES["H200"], answers={})
+    monkeypatch.setattr(api, "bindings", Driver)
+    n, k, found = 1008, 1024, set()
+    shared_rows = [x for x in hopper if x.spec.tile["engine"] == "wgmma"]
+    for kernel in shared_rows:
+        epilogue, tile = str(kernel.spec.tile["epilogue"]), kernel.spec.tile
+        if epilogue not in OUTPUTS:
+            continue  # test_qkv.py
+        for share in (None, 3):
+            c = array(rows, n // 2 if epilogue in GATED else n, dtype=OUTPUTS[epilogue])
+            given: Any = {
+                "a": array(rows, k), "w": array(n, k), "c": c, "rows": 256, "max_rows": rows,
+                "epilogue": epilogue, "overflow": 256, "kernel": kernel, "parts": share,
+            }  # fmt: skip
+            program, space = Program(), workspace()
+            if share and tile["split"] != 1:
+                with pytest.raises(ValueError, match=f"units of {kernel.name} in 3 parts"):
+                    gemm(program, library, workspace=space, **given)
+                continue
+            packed: dict[str, Any] = {}
+            with monkeypatch.context() as patch:
+                patch.setattr(Kernel, "pack", lambda self, params: keep(packed, params))
+                gemm(program, library, workspace=space, **given)
+            expected = share or parts(kernel, rows, n, k, DEVICES["H200"])
+            assert packed["parts"] == expected
+            assert packed["sums"] == (space.sums if expected > 1 else 0)
+            assert packed["raised"] == (space.raised if expected > 1 else 0)
+            most = at_once(kernel, DEVICES["H200"]) if tile["split"] == 1 else 1 << 30
+            clusters = min(units(kernel.spec, rows, n) * expected, most)
+            assert program.launches[0].grid == (clusters * kernel.spec.cluster, 1, 1)
+            found.add(expected)
+            if share:
+                for space, room in ((None, 0), (workspace(100), 100)):
+                    with pytest.raises(ValueError, match=rf"1\d\d blocks .* for {room}"):
+                        gemm(program, library, workspace=space, **given)
+    assert {1, 3} <= found
+
+
+def keep(packed: dict[str, Any], params: dict[str, Any]) -> Any:
+    packed.update(params)
+    return (ctypes.c_char * 1)()
+
+
+def test_without_a_workspace_units_are_whole(
+    hopper: list[Kernel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever would be faster: the row that is chosen, and how it is launched."""
+    monkeypatch.setattr(api, "bindings", Driver)
+    device = DEVICES["H200"]
+    for stream_k in (False, True):
+        library: Any = SimpleNamespace(device=device, family=lambda name: hopper, answers={})
+        program, packed = Program(), {}
+        with monkeypatch.context() as patch:
+            patch.setattr(Kernel, "pack", lambda self, params, to=packed: keep(to, params))
+            gemm(
+                program, library, a=array(256, 3584), w=array(3584, 3584),
+                c=array(256, 3584, dtype="float32"), rows=256, max_rows=256, epilogue="add",
+                workspace=workspace() if stream_k else None,
+            )  # fmt: skip
+        rows = [x for x in hopper if x.spec.tile["epilogue"] == "add"]
+        chosen = choose(rows, 256, 3584, 3584, device, stream_k)
+        assert program.launches[0].kernel is chosen
+        assert (packed["parts"] > 1) == stream_k

@@ -18,9 +18,9 @@
 // the order of the ranks: the same bits every run.
 //
 // Shared units (gemm_division.cuh): a block that has some steps of a tile, but not the first,
-// leaves its sums in `sums`, and each warp raises its flag in `raised`.
-// The same warp of the owner's block waits for those of all others, one after the other, adds their
-// sums in that order, and lowers the flags for the next launch: the same bits every run.
+// leaves its sums in `sums`, and each of its warps raises its flag in `raised`. The same warp of
+// the owner's block waits for those of all others, one after the other, adds their sums in that
+// order, and lowers the flags for the next launch: the same bits every run.
 //
 // Before it waits for the kernel before it, a block reads the count of live rows and W only.
 //
@@ -146,10 +146,11 @@ struct GemmWgmma : GemmWgmmaStore<E, BN> {
     const int unit = division.start();
     return min(division.last(unit) - division.first(unit), Stages);
   }
-  static __device__ __forceinline__ void load_early(const Params& p, Smem& s, const Work& work) {
+  static __device__ __forceinline__ void load_early(const Params& p, Smem& s) {
+    const Work work = s.work;
     const int unit = work.division.start(), first = work.division.first(unit);
-    const int column = work.tile(unit).column;
-    for (int i = 0; i < early_steps(work.division); ++i) {
+    const int column = work.tile(unit).column, count = early_steps(work.division);
+    for (int i = 0; i < count; ++i) {
       ptx::barrier_expect(ptx::shared_address(&s.full[i]), kSlotBytes);
       load_w(p, s, i, column, work.column(first + i), work.rank);
     }
@@ -394,7 +395,7 @@ struct GemmWgmma : GemmWgmmaStore<E, BN> {
     }
     if constexpr (kCluster > 1) ptx::cluster_arrive();
     if constexpr (Share > 1) ptx::cluster_wait();  // with Split, when the sums go out
-    if (threadIdx.x == 0) load_early(p, s, work);
+    if (threadIdx.x == 0) load_early(p, s);
     __syncwarp();  // before its other lanes wait
     ptx::dependency_wait();
     if (threadIdx.x < kWarpgroup) {
