@@ -405,7 +405,7 @@ def test_launches_that_share_units(
                 continue
             packed: dict[str, Any] = {}
             with monkeypatch.context() as patch:
-                patch.setattr(Kernel, "pack", lambda self, params: keep(packed, params))
+                patch.setattr(Kernel, "pack", lambda self, params, to=packed: keep(to, params))
                 gemm(program, library, workspace=space, **given)
             expected = share or parts(kernel, rows, n, k, DEVICES["H200"])
             assert packed["parts"] == expected
