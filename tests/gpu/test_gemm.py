@@ -373,11 +373,12 @@ class Shared:
         self.gpu, self.kernel = gpu, kernel
         self.epilogue = str(kernel.spec.tile["epilogue"])
         rows, columns = unit_of(kernel)
-        self.m, n = down * rows - 37, across * columns - 8
+        self.m, n = down * rows - 37, across * columns - 16
         self.capacity = capacity or self.m + DEAD
         a, w = normal(rng, self.capacity, k), weights(rng, n, k)
         a[self.m :] = np.nan
-        self.before = rng.standard_normal((self.m, n), np.float32)
+        added = self.m if self.epilogue == "add" else 0
+        self.before = rng.standard_normal((added, n), np.float32)
         self.truth = reference(self.epilogue, a[: self.m], w, self.before)
         self.a, self.w = gpu.upload(a), gpu.upload(w)
         self.live, self.overflow = (
