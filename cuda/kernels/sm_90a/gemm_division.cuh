@@ -29,12 +29,14 @@ struct Division {
     shared = units < clusters ? units : clusters + units % clusters;
     const int sharing = min(clusters, shared * min(parts, steps));  // so that none has no step
     if (cluster >= sharing) return;
-    // Steps in `tenths` of a unit, if `sharing` is ten: without products that leave 32 bits.
-    const auto tenths = [&](int n) {
-      return n * shared / sharing * steps + n * shared % sharing * steps / sharing;
+    // Where the first `parts_before` of `sharing` equal parts end: rounded down, and without
+    // products that leave 32 bits.
+    const auto end_of = [&](int parts_before) {
+      const int place = parts_before * shared;  // in units, times `sharing`
+      return place / sharing * steps + place % sharing * steps / sharing;
     };
-    from = tenths(sharing - 1 - cluster);
-    to = tenths(sharing - cluster);
+    from = end_of(sharing - 1 - cluster);
+    to = end_of(sharing - cluster);
   }
 
   // This cluster's units, of each its steps [first, last):
