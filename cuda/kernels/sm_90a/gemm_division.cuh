@@ -1,10 +1,10 @@
 // How the units of a product are divided among the clusters of a persistent grid.
 //
 // Whole, a cluster takes every (clusters in the grid)-th unit, and the last wave may have work for
-// few of them. Divided (stream-K, arXiv:2301.03598), so many units that whole waves are left come
-// first, and their steps along k are shared out evenly: of these units, one after the other, each
-// cluster takes as long a part as any, which begins and ends inside of units. Without a whole wave
-// all units are shared, by `parts` clusters each at most, on average.
+// few of them. Where the units are less than a wave they can be shared (stream-K, arXiv:2301.03598),
+// by `parts` clusters each at most, on average: the units' steps along k, one unit after the other,
+// are divided evenly, and each cluster takes a part, which begins and ends inside of units. (To
+// share what a product of several waves leaves over does not pay: docs/performance.md.)
 //
 // The owner of a unit is who has its step 0. Others have its further steps: each as the first thing
 // that it does, so that the owner waits little. Cluster 0 takes the last part, so an owner waits
@@ -14,7 +14,7 @@
 struct Division {
   int units, steps;       // of the product; along k in a unit
   int cluster, clusters;  // this one's number, and how many there are
-  int shared;             // units that are shared, the first ones
+  int shared;             // units that are shared: all or none
   int from, to;           // this cluster's part of their steps
 
   __device__ __forceinline__ Division(int units, int steps, int cluster, int clusters, int parts)
@@ -25,8 +25,8 @@ struct Division {
         shared(0),
         from(0),
         to(0) {
-    if (parts <= 1 || units % clusters == 0) return;
-    shared = units < clusters ? units : clusters + units % clusters;
+    if (parts <= 1 || units >= clusters) return;
+    shared = units;
     const int sharing = min(clusters, shared * min(parts, steps));  // so that none has no step
     if (cluster >= sharing) return;
     // Where the first `parts_before` of `sharing` equal parts end: rounded down, and without
