@@ -172,6 +172,9 @@ def _dequant(work: Work) -> None:
 
 
 def _rows(work: Work) -> None:
+    if work.tile["op"] == "logits":
+        _logits(work)
+        return
     if work.tile["op"] == "embed":
         count = work.count()
         name, columns = str(work.tile["type"]).upper(), work.given["columns"]
@@ -184,6 +187,18 @@ def _rows(work: Work) -> None:
         for name in ("x", "a"):
             work.rows(f"{name}_out", count)[...] = work.array(name)[index]
     work.covers(0, count)
+
+
+def _logits(work: Work) -> None:
+    """The launch strides over the table: any grid will do."""
+    count, columns, vocab = work.count(), work.given["columns"], work.given["vocab"]
+    work.require(count <= 1 and columns <= int(work.tile["columns"]), f"{count} rows of {columns}")
+    if count:
+        name = str(work.tile["type"]).upper()
+        table = _weights(name, work.array("table").tobytes(), columns)
+        work.require(len(table) == vocab, f"a table of {len(table)} rows, not {vocab}")
+        y = rms_norm(work.rows("x", 1), work.array("weight"), work.given["eps"])
+        work.rows("c", 1)[...] = y @ table.T
 
 
 def _norm(work: Work) -> None:

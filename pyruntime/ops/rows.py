@@ -1,4 +1,4 @@
-"""Rows picked by index: token embeddings, and the rows whose logits are wanted."""
+"""Rows picked by index: embeddings, rows whose logits are wanted. And the logits of one row."""
 
 from __future__ import annotations
 
@@ -103,8 +103,79 @@ def gather(
     )
 
 
+def has_packed_logits(library: Library, type_name: str, columns: int) -> bool:
+    """Whether `packed_logits` takes a table of this type, with rows of `columns` weights.
+
+    It does not take F32, F16 and BF16: their packed rows are no shorter than those of fp16, which a
+    matrix product reads, and but for F32 they lose nothing to it.
+    """
+    kernel = _find(library, "logits", type_name.lower())
+    return kernel is not None and columns <= int(kernel.spec.tile["columns"])
+
+
+def packed_logits(
+    program: Program,
+    library: Library,
+    *,
+    rows: DeviceArray,
+    x: DeviceArray,
+    weight: DeviceArray,
+    eps: float,
+    table: DeviceArray,
+    type_name: str,
+    c: DeviceArray,
+) -> None:
+    """Records c = norm(x, weight) · tableᵀ of one row, unpacked and summed in float32.
+
+    Args:
+        rows: int32, the count of live rows on the device, 0 or 1; where it is 0, c is left alone.
+        x: float32 [1, columns], not normalised yet.
+        weight: float32 [columns]; `eps`: see `ops.norm.norm`.
+        table: uint8 [vocabulary, packed bytes of a row], in the GGUF type `type_name`.
+        c: float32 [1, vocabulary], written.
+
+    Raises:
+        ValueError: arrays that do not belong together, or more columns than the kernel has room
+            for.
+        CubinError: there is no kernel for the type.
+    """
+    kernel = _kernel(library, "logits", type_name.lower())
+    (vocab, row_bytes), columns = table.shape, x.shape[1]
+    block, size, most = (int(kernel.spec.tile[name]) for name in ("block", "bytes", "columns"))
+    shapes = (x.shape[0], weight.shape, c.shape)
+    fits = shapes == (1, (columns,), (1, vocab)) and columns <= most
+    if not fits or columns % block or row_bytes != columns // block * size:
+        raise ValueError(
+            f"packed_logits: {type_name} table {table.shape}, x {x.shape}, weight {weight.shape}, "
+            f"c {c.shape}"
+        )
+    dtypes = [array.dtype for array in (rows, x, weight, table, c)]
+    if dtypes != [np.int32, np.float32, np.float32, np.uint8, np.float32]:
+        raise ValueError(f"packed_logits: rows, x, weight, table, c are {dtypes}")
+    at_once = kernel.spec.min_blocks * library.device.sm_count
+    program.add(
+        kernel,
+        grid=min(-(-vocab // int(kernel.spec.tile["rows"])), at_once),
+        rows=rows,
+        x=x,
+        weight=weight,
+        table=table,
+        c=c,
+        columns=columns,
+        vocab=vocab,
+        eps=eps,
+    )
+
+
 def _kernel(library: Library, op: str, type_name: str | None = None) -> Kernel:
+    kernel = _find(library, op, type_name)
+    if kernel is None:
+        raise CubinError(f"no {op} kernel for type {type_name}")
+    return kernel
+
+
+def _find(library: Library, op: str, type_name: str | None) -> Kernel | None:
     for kernel in library.family("rows"):
         if (kernel.spec.tile["op"], kernel.spec.tile.get("type")) == (op, type_name):
             return kernel
-    raise CubinError(f"no {op} kernel for type {type_name}")
+    return None

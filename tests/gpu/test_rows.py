@@ -1,4 +1,4 @@
-"""Embedding rows and wanted rows: exact copies, and nothing else written."""
+"""Embedding rows and wanted rows: exact copies, and nothing else written. One row's logits."""
 
 from __future__ import annotations
 
@@ -9,9 +9,11 @@ import pytest
 from blocks import TYPES, block_of, dequantized, random_blocks
 
 from pyruntime.driver.program import Program
-from pyruntime.ops.rows import embed, gather
+from pyruntime.ops.rows import embed, gather, packed_logits
 
 COLUMNS = [256, 768, 3584]
+QUANTIZED = [name for name in TYPES if name not in ("F32", "F16", "BF16")]
+LOGITS_ERROR = 5e-7  # of the sum of the sizes of its products: float32 sums, a fast inverse root
 
 
 @pytest.mark.smoke
@@ -91,6 +93,53 @@ def test_gather(
     np.testing.assert_array_equal(got_a[:live], a[index[:live]])
     assert (got_x[live:].view(np.uint32) == 0xFFFFFFFF).all()
     assert (got_a[live:].view(np.uint16) == 0xFFFF).all()
+
+
+def packed_case(
+    gpu: Any, rng: np.random.Generator, type_name: str, columns: int, vocab: int, live: int = 1
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """What was stored, 64 guards included; the truth; sums of the products' sizes."""
+    blocks = vocab * columns // block_of(type_name)[0]
+    table = random_blocks(type_name, blocks, rng).reshape(vocab, -1)
+    x, weight = 30 * rng.standard_normal((1, columns)), rng.standard_normal(columns)
+    guarded, program = gpu.empty((1, vocab + 64), np.float32), Program()
+    packed_logits(
+        program, gpu.library, rows=gpu.upload(np.array([live], np.int32)),
+        x=gpu.upload(x.astype(np.float32)), weight=gpu.upload(weight.astype(np.float32)),
+        eps=1e-5, table=gpu.upload(table), type_name=type_name,
+        c=guarded.view(0, (1, vocab), np.float32),
+    )  # fmt: skip
+    gpu.run(program)
+    x, weight = (a.astype(np.float32).astype(np.float64) for a in (x, weight))
+    y = (x / np.sqrt((x**2).mean() + 1e-5) * weight)[0]
+    w = dequantized(type_name, table).reshape(vocab, -1).astype(np.float64)
+    return gpu.download(guarded)[0], w @ y, np.abs(w) @ np.abs(y)
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize("columns", [*COLUMNS, 8192])
+@pytest.mark.parametrize("type_name", QUANTIZED)
+def test_packed_logits(gpu: Any, rng: np.random.Generator, type_name: str, columns: int) -> None:
+    """In float32 throughout; rows that end within a warp's, and within a block's."""
+    for vocab in (1, 75, 300):
+        got, want, sizes = packed_case(gpu, rng, type_name, columns, vocab)
+        assert (np.abs(got[:vocab] - want) <= LOGITS_ERROR * sizes).all(), vocab
+        assert (got[vocab:].view(np.uint32) == 0xFFFFFFFF).all()
+
+
+@pytest.mark.parametrize(("type_name", "columns"), [("Q8_0", 576), ("Q8_0", 896), ("Q6_K", 2304)])
+def test_packed_logits_of_a_large_vocabulary(
+    gpu: Any, rng: np.random.Generator, type_name: str, columns: int
+) -> None:
+    """Blocks stride over the table. A row may end within a warp's 32 units."""
+    got, want, sizes = packed_case(gpu, rng, type_name, columns, 50_003)
+    assert (np.abs(got[:50_003] - want) <= LOGITS_ERROR * sizes).all()
+    assert (got[50_003:].view(np.uint32) == 0xFFFFFFFF).all()
+
+
+def test_packed_logits_of_no_row(gpu: Any, rng: np.random.Generator) -> None:
+    got, _, _ = packed_case(gpu, rng, "Q8_0", 256, 75, live=0)
+    assert (got.view(np.uint32) == 0xFFFFFFFF).all()
 
 
 def test_what_does_not_fit_is_refused(gpu: Any) -> None:
