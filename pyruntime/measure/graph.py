@@ -46,6 +46,7 @@ def expected_work(
     kv_dtype: str = "f16",
     scheduled: bool = False,
     rotates: bool = False,
+    packed_head: bool = False,
 ) -> dict[str, Work]:
     """The work of a prefill of `nt` tokens from an empty cache, logits of the last row.
 
@@ -56,6 +57,7 @@ def expected_work(
         kv_dtype: what the cache holds; an e4m3 one is widened before attention.
         scheduled: attention is by a kernel for which a schedule is made, once for each window.
         rotates: q and k are rotated, and K and V stored, by the product that makes them.
+        packed_head: the output matrix is the packed embedding, and its row is normalised with it.
     """
     h, q, kv = c.hidden, c.heads * c.head_dim, c.kv_heads * c.head_dim
     shapes = {name: placement.shape for name, placement in layer_placements(c, 0).items()}
@@ -103,6 +105,9 @@ def expected_work(
         "down": second_half("down", added),
         "head": Work(1, 2 * c.vocab * h, 2 * c.vocab * h + 2 * h + 4 * c.vocab),
     }
+    if packed_head:
+        read = c.vocab * embedding_row_bytes + (4 + 4) * h
+        work["head"] = Work(1, 2 * c.vocab * h + 4 * h, read + 4 * c.vocab)
     if rotates:
         del work["rope"]
         work["qkv"] = (product("qkv", nt, rotated) + Work(0, rotation, 0)) * c.layers

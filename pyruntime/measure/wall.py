@@ -56,7 +56,10 @@ def measure_wall(
     row_bytes = model.weights.outer["embedding"].shape[1]
     scheduled = any(x.role == "attention" and Choice(x.kernel).scheduled for x in launches)
     rotates = any(x.kernel.spec.tile.get("epilogue") == "qkv" for x in launches)
-    expected = expected_work(engine.config, nt, row_bytes, model.kv_dtype, scheduled, rotates)
+    packed_head = any(x.kernel.spec.tile.get("op") == "logits" for x in launches)
+    expected = expected_work(
+        engine.config, nt, row_bytes, model.kv_dtype, scheduled, rotates, packed_head
+    )
     slices = account(named, timed.medians, expected, roofline)
     gap = explain(calls, statistics.median(timed.busy), statistics.median(timed.overlapped), copies)
     return {

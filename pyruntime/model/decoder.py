@@ -31,7 +31,7 @@ from pyruntime.ops.gemm import gemm
 from pyruntime.ops.gemm_workspace import WORKSPACE_LAYOUT, GemmWorkspace
 from pyruntime.ops.norm import norm, norm_residual
 from pyruntime.ops.qkv import qkv
-from pyruntime.ops.rows import embed, gather
+from pyruntime.ops.rows import embed, gather, has_packed_logits, packed_logits
 from pyruntime.ops.softcap import softcap
 from pyruntime.ops.widen import widen
 
@@ -192,6 +192,13 @@ class Decoder:
         self._weights = weights
         self._variant = variant
         self._kv_dtype = kv_dtype
+        # Whether a single row's logits are of the table as it is packed, not of its fp16 matrix,
+        # which those of several rows are of.
+        self._packed_logits = (
+            config.tied
+            and not invariant
+            and has_packed_logits(library, weights.embedding_type, config.hidden)
+        )
         self.activations: dict[str, DeviceArray] = {}
         self._tables: list[tuple[DeviceArray, DeviceArray]] = []  # one for each of config.ropes
         self._workspace: Workspace | None = None
@@ -250,7 +257,8 @@ class Decoder:
             program, weights = self._record(shape), self._weights
             body = Pass(program)
             if isinstance(weights, StreamedWeights):
-                body = weights.body(program.sections, shape.kept)
+                alone = shape.kept == 1 and self._packed_logits  # then no matrix is needed
+                body = weights.body(program.sections, 0 if alone else shape.kept)
             self._passes[shape] = found = Recorded(shape, self.live, body)
             if len(self._passes) > PASSES:
                 self._drop(*next(iter(self._passes.items())))
@@ -287,7 +295,7 @@ class Decoder:
         whole = piece.rows == recorded.shape.kept
         head = recorded.head if whole else None
         if head is None:
-            head = self._head(piece, logits, recorded.shape.kept)
+            head = self._head(piece, logits, recorded.shape)
             if not whole or isinstance(self._weights, StreamedWeights):
                 return head
             recorded.head = head
@@ -295,20 +303,39 @@ class Decoder:
             launch.point(name, logits)
         return head
 
-    def _head(self, piece: Piece, logits: DeviceArray, kept: int) -> Pass:
+    def _head(self, piece: Piece, logits: DeviceArray, shape: Shape) -> Pass:
         weights, rows, program = self._weights, piece.rows, Program()
+        if rows == 1 and self._packed_logits:
+            return self._packed_head(piece, logits, shape)
         normed = self._gathered(program, piece)
         if isinstance(weights, StreamedWeights):
             after = Program()
             self._cap(after, logits, piece.counted)
             return weights.head(
-                program, after, normed=normed, wanted=piece.counted, logits=logits, kept=kept,
-                ready=not piece.before,
+                program, after, normed=normed, wanted=piece.counted, logits=logits,
+                kept=shape.kept, ready=not piece.before,
             )  # fmt: skip
         with program.role("head"):
             gemm(
                 program, self._library, a=normed, w=weights.outer["output"], c=logits,
                 rows=piece.counted, max_rows=rows, epilogue="f32", invariant=self.invariant,
+            )  # fmt: skip
+        self._cap(program, logits, piece.counted)
+        return Pass(program)
+
+    def _packed_head(self, piece: Piece, logits: DeviceArray, shape: Shape) -> Pass:
+        """The output norm and the output matrix for a piece of one row, without fp16 between.
+
+        Rounding the matrix is an error of its own in every logit of a row, and the same in every
+        pass: where a channel of `normed` is large and its column far from 0, the largest of all.
+        """
+        weights, program = self._weights, Program()
+        x = self.activations["x" if shape.every_row else "last_x"]
+        with program.role("head"):
+            packed_logits(
+                program, self._library, rows=piece.counted, x=x.rows(piece.first, piece.first + 1),
+                weight=weights.outer["output_norm"], eps=self.config.eps,
+                table=weights.outer["embedding"], type_name=weights.embedding_type, c=logits,
             )  # fmt: skip
         self._cap(program, logits, piece.counted)
         return Pass(program)

@@ -7,19 +7,26 @@ results: tests/gpu.
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from fake_driver import FakeDriver
 from goldens import GOLDEN
+from models import HEAD_DIM_64, write_model, write_wide_model
+from numpy.typing import DTypeLike
 from numpy_kernels import NumpyKernels
 
 from pyruntime import Engine
 from pyruntime.driver.memory import DeviceArray
+from pyruntime.driver.program import Program
+from pyruntime.errors import CubinError
 from pyruntime.model.batch import REGION, ascending
 from pyruntime.model.cache import Cache, Region
 from pyruntime.model.live import LiveBlock
+from pyruntime.ops.rows import has_packed_logits, packed_logits
+from pyruntime.reference.functions import rms_norm
 
 Load = Callable[..., Engine]
 # Of norms. The largest seen are 4.4e-3 and 4e-2; the faults below are off by 0.6 and more. Kernels
@@ -207,6 +214,77 @@ def test_more_targets_than_a_pass_has_rows(pair: Pair) -> None:
     ids, best = prompts[0], int(np.asarray(pair.gpu.prefill(prompts[0]).logits).argmax())
     found = pair.gpu.score([ids] * 50, [[(best + i) % pair.cpu.config.vocab] for i in range(50)])
     assert [score.greedy for score in found] == [[True], *[[False]] * 49]
+
+
+# Logits of one row, where the output matrix is a packed embedding
+
+EXACT = 1e-6  # of the largest logit: what float32 sums differ by. Rounding to fp16 costs some 1e-4.
+TIED = [c for c in CONFIGURATIONS if c[0].startswith(("gemma2", "qwen3"))]
+
+
+@pytest.mark.parametrize("configuration", TIED, ids=" ".join)
+def test_a_single_row_meets_the_matrix_unrounded(
+    kernels: NumpyKernels, load: Load, configuration: tuple[str, ...]
+) -> None:
+    """Of several it is rounded to fp16, which tells that this looks at the right thing."""
+    pair = Pair(load, *configuration)
+    act, cpu = pair.gpu.model._decoder.activations, pair.cpu.model
+
+    def error(n: int, x: str, row: int, **asked: Any) -> float:
+        (ids,) = pair.prompts(n)
+        pair.poison()
+        found = np.asarray(pair.gpu.prefill(ids, **asked).logits)[-1]
+        residual = np.asarray(act[x])[row : row + 1]
+        (exact,) = cpu._logits(rms_norm(residual, cpu._output_norm, pair.cpu.config.eps))
+        return float(np.abs(found - exact).max() / np.abs(exact).max())
+
+    for _ in range(2):  # the second time as a replay
+        assert error(11, "last_x", 0) <= EXACT
+        assert error(1, "x", 0) <= EXACT
+        assert error(11, "x", 10, hidden="mean") <= EXACT
+        assert error(11, "last_x", 1, logits=[4, 10]) > 30 * EXACT
+
+
+@pytest.mark.parametrize(("packed", "tied"), [(True, True), (True, False), (False, True)])
+def test_which_models_have_it(load: Load, tmp_path: Path, packed: bool, tied: bool) -> None:
+    """Not those whose matrix is another tensor, or not quantized."""
+    path = tmp_path / "m.gguf"
+    if packed:
+        write_wide_model(path, tied=tied)
+    else:
+        write_model(path, head_dim=64, set_keys=HEAD_DIM_64, set_tensors={"output.weight": None})
+    engine = load(model=path)
+    engine.prefill([1, 2, 3])
+    ran = [name for name in engine.launches() if name.startswith("rows_logits_")]
+    assert ran == (["rows_logits_q8_0_t256"] if packed and tied else [])
+
+
+def test_what_packed_logits_refuses(load: Load, driver: FakeDriver) -> None:
+    engine = load()
+    device, library = engine.model.device, engine.model.library
+
+    def array(*shape: int, dtype: DTypeLike = np.float32) -> DeviceArray:
+        return DeviceArray(device, shape, dtype)
+
+    good: dict[str, Any] = {
+        "rows": array(1, dtype=np.int32), "x": array(1, 64), "weight": array(64), "eps": 1e-5,
+        "table": array(10, 68, dtype=np.uint8), "type_name": "Q8_0", "c": array(1, 10),
+    }  # fmt: skip
+    packed_logits(Program(), library, **good)
+    for name, bad in {
+        "x": array(2, 64), "weight": array(32), "table": array(10, 64, dtype=np.uint8),
+        "c": array(1, 11), "type_name": "Q4_0", "rows": array(1),
+    }.items():  # fmt: skip
+        with pytest.raises(ValueError, match="packed_logits"):
+            packed_logits(Program(), library, **{**good, name: bad})
+    wide = {"x": array(1, 8224), "weight": array(8224), "table": array(10, 8738, dtype=np.uint8)}
+    with pytest.raises(ValueError, match="packed_logits"):
+        packed_logits(Program(), library, **{**good, **wide})
+    assert has_packed_logits(library, "Q8_0", 8192)
+    assert not has_packed_logits(library, "Q8_0", 8224)
+    assert not any(has_packed_logits(library, name, 64) for name in ("F32", "F16", "BF16"))
+    with pytest.raises(CubinError, match="no logits kernel for type f16"):
+        packed_logits(Program(), library, **{**good, "type_name": "F16"})
 
 
 # What makes it fail

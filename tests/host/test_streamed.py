@@ -30,6 +30,7 @@ from pyruntime.measure.launches import describe
 from pyruntime.model.config import ModelConfig
 from pyruntime.model.weights import Weights
 from pyruntime.ops.qkv import paired_rows
+from pyruntime.reference.functions import rms_norm
 
 Load = Callable[..., Engine]
 MODELS = ("llama-q8_0", "qwen2-q4_k_m", "qwen3-q6_k", "gemma2-q4_0", "mistral-q8_0")
@@ -76,7 +77,10 @@ def test_fills_and_readers_of_a_slot_are_ordered(
     roles = Counter(o.name for o in order.operations[before:])
     passes, layers = 14, engine.config.layers
     assert roles["gate_up"] == passes * layers
-    assert roles["dequantize"] == 7 * passes * layers + roles["head"]
+    # Those of a single row that are of the packed table have no block to dequantize.
+    packed = sum(o.kernel.startswith("rows_logits_") for o in order.operations[before:])
+    assert packed == (4 if engine.config.tied else 0)
+    assert roles["dequantize"] == 7 * passes * layers + roles["head"] - packed
     assert roles["head"] > passes if "wide" in str(model) else roles["head"] == passes
     assert roles["copy"] >= 5  # those that want all rows
     assert order.races(scratch(engine), before) == []
@@ -139,6 +143,13 @@ class Arithmetic:
         elif "a_out" in given:  # rows of q/k/v, paired when loaded
             count = int(memory(given["wanted"])[0])
             memory(given["a_out"])[:count] = memory(given["a"])[memory(given["index"])[:count]]
+        elif "table" in given and operation.name == "head":
+            table, weight = memory(given["table"]), memory(given["weight"])
+            name = operation.kernel.removeprefix("rows_logits_").removesuffix("_t256").upper()
+            w = dequantized(name, table.ravel()).reshape(len(table), -1).astype(np.float64)
+            y = rms_norm(memory(given["x"]), weight, given["eps"])
+            memory(given["c"])[:] = y @ w.T
+            self.products.append(("head", operation.kernel))
         elif operation.name == "head":
             a, w = (memory(given[name]).astype(np.float64) for name in ("a", "w"))
             live = int(memory(given["rows"])[0])
@@ -155,9 +166,9 @@ def test_layers_and_logits_are_those_of_fp16(load: Load, order: Order, model: Pa
     arithmetic, seen, found = Arithmetic(order), [], list[Any]()
     for weights in ("fp16", "per-layer"):
         engine = load(model=model, weights=weights, max_tokens=260, kv_tokens=260)
-        normed = engine.model._decoder.activations["normed"]
-        values = np.random.default_rng(1).standard_normal(normed.shape)
-        normed.upload(values)
+        for name in ("normed", "x", "last_x"):
+            array = engine.model._decoder.activations[name]
+            array.upload(np.random.default_rng(1).standard_normal(array.shape))
         arithmetic.products, arithmetic.blocks = [], 0
         ids = np.arange(260) % VOCAB
         found.append([])
@@ -170,7 +181,8 @@ def test_layers_and_logits_are_those_of_fp16(load: Load, order: Order, model: Pa
             result = engine.prefill(ids[:n], logits=rows, hidden=hidden)
             found[-1].append(np.asarray(result.logits))
         if weights == "per-layer" and "wide" in str(model):
-            assert arithmetic.blocks >= 4 * 2
+            products = 3 if engine.config.tied else 4  # a single row's is of the packed table
+            assert arithmetic.blocks >= products * 2
         seen.append(list(dict.fromkeys(arithmetic.products)))
         engine.close()
     assert seen[0] == seen[1] and len(seen[0]) >= 4 * engine.config.layers

@@ -251,6 +251,15 @@ def test_a_product_that_rotates_does_the_work_of_both() -> None:
     assert {role for role in apart if apart[role] != fused[role]} == {"qkv"}
 
 
+def test_a_packed_output_matrix_is_read_as_the_embedding_is() -> None:
+    """Here in 2,016 bytes a row; and so are a row of x and the norm's weights, in float32."""
+    wide, packed = (expected_work(qwen2_7b(), 3325, 2016, packed_head=x) for x in (False, True))
+    head = packed.pop("head")
+    assert head.bytes == 152064 * (2016 + 4) + 2 * 4 * 3584
+    assert head.flop == wide["head"].flop + 4 * 3584 and head.launches == 1
+    assert packed == {role: work for role, work in wide.items() if role != "head"}
+
+
 @pytest.mark.parametrize("stem", ["tiny-gemma2-q4_0", "tiny-gemma3-q5_1", "tiny-mistral-q8_0"])
 @pytest.mark.parametrize(("nt", "kv_dtype"), [(1, "f16"), (60, "f16"), (60, "e4m3")])
 def test_the_graph_of_models_with_windows_is_what_runs(
