@@ -136,7 +136,10 @@ class Replayer:
             self._stats.misses += 1
 
     def follow(self, head: Pass, follows: bool = False) -> bool:
-        """Enqueues a pass and counts it. `follows`: see `Program.enqueue`. Returns as `run` does."""
+        """Enqueues a pass and counts it; returns what `run` does.
+
+        `follows`: see `Program.enqueue`.
+        """
         head.enqueue(self._stream, overlap=self._overlap, follows=follows)
         head.count()
         return head.pipeline is None
