@@ -53,7 +53,7 @@ def test_the_probe_reads_a_clock(gpu: Any) -> None:
 
 
 def test_ab_of_the_same(tmp_path: Path) -> None:
-    record = ab(tmp_path, "default", f"max_tokens={NT + 1}")
+    record = ab(tmp_path, "default", f"kv_tokens={2 * NT}")
     assert record["identical_code"] and record["resources"] == [] and record["faults"] == []
     assert record["gates"][0]["figures"]["bitwise"] and record["gates"][1]["passed"]
     assert all(p[arm]["gpu"] > 0 for p in record["pairs"] for arm in ("a", "b"))
