@@ -589,25 +589,29 @@ class _AtWork:
 
     Where the block fails, what it did start is waited for here: it reads the live block. Where its
     time has run out, or that wait is interrupted, too, the next call does (`GpuModel._finish`).
+
+    A model holds one for all its calls, so that does not hold the model: what is dropped goes at
+    once then, not when the garbage collector comes, which knows nothing of device memory.
     """
 
-    __slots__ = ("_model",)
+    __slots__ = ("_model", "_underway")
 
     def __init__(self, model: GpuModel) -> None:
-        self._model = model
+        self._model, self._underway = weakref.ref(model), model._underway
 
     def __enter__(self) -> None:
         pass
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        underway = self._model._underway
+        underway = self._underway
         if error is None:
             underway.end()
             return
         underway.left = True
+        model = self._model()
         # A block that was never left may be dropped in another thread's turn.
-        if not isinstance(error, (WaitTimeoutError, GeneratorExit)):
-            self._model._settle()
+        if model is not None and not isinstance(error, (WaitTimeoutError, GeneratorExit)):
+            model._settle()
 
 
 def _too_much(count: int, what: str, most: int) -> ValueError:
