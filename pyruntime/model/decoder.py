@@ -330,10 +330,14 @@ class Decoder:
         pass: where a channel of `normed` is large and its column far from 0, the largest of all.
         """
         weights, program = self._weights, Program()
-        x = self.activations["x" if shape.every_row else "last_x"]
+        place = piece.first
+        x = self.activations["x" if shape.every_row and not piece.scattered else "last_x"]
+        if piece.scattered:
+            self._gathered(program, piece)
+            place = 0
         with program.role("head"):
             packed_logits(
-                program, self._library, rows=piece.counted, x=x.rows(piece.first, piece.first + 1),
+                program, self._library, rows=piece.counted, x=x.rows(place, place + 1),
                 weight=weights.outer["output_norm"], eps=self.config.eps,
                 table=weights.outer["embedding"], type_name=weights.embedding_type, c=logits,
             )  # fmt: skip
@@ -341,11 +345,12 @@ class Decoder:
         return Pass(program)
 
     def _gathered(self, program: Program, piece: Piece) -> DeviceArray:
-        """The rows of a piece, one after the other: float16 [rows, hidden]."""
+        """The rows of a piece, one after the other: float16 [rows, hidden]. Those of x, too, where
+        a piece is scattered: `last_x`."""
         act, last = self.activations, piece.first + piece.rows
         if not piece.scattered:
             return act["normed"].rows(piece.first, last)
-        with program.role("gather"):  # which takes rows of x along, that nothing reads any more
+        with program.role("gather"):
             gather(
                 program, self._library, x=act["x"], a=act["normed"], x_out=act["last_x"],
                 a_out=act["last_normed"], index=self.live.wanted_rows.rows(piece.first, last),

@@ -57,10 +57,12 @@ class Pair:
 
     def __init__(
         self, load: Load, stem: str, weights: str, kv_dtype: str, attention: str,
-        exact: str = "fast",
+        exact: str = "fast", max_tokens: int = 32,
     ) -> None:  # fmt: skip
         options = {"model": GOLDEN / f"tiny-{stem}.gguf", "kv_dtype": kv_dtype, "kv_tokens": 96}
-        self.gpu = load(**options, weights=weights, attention=attention, exact=exact, max_tokens=32)
+        self.gpu = load(
+            **options, weights=weights, attention=attention, exact=exact, max_tokens=max_tokens
+        )
         self.cpu = load(**options, device="cpu")
         self.tolerance = TOLERANCES[kv_dtype]
         self._rng = np.random.default_rng(1)
@@ -243,6 +245,21 @@ def test_a_single_row_meets_the_matrix_unrounded(
         assert error(1, "x", 0) <= EXACT
         assert error(11, "x", 10, hidden="mean") <= EXACT
         assert error(11, "last_x", 1, logits=[4, 10]) > 30 * EXACT
+
+
+@pytest.mark.parametrize("configuration", TIED, ids=" ".join)
+def test_a_single_row_that_is_left_over_is_the_one_that_was_asked_for(
+    kernels: NumpyKernels, load: Load, configuration: tuple[str, ...]
+) -> None:
+    """All rows are kept but for a few, and logits made of two at a time, the last one alone."""
+    pair = Pair(load, *configuration, max_tokens=48)
+    prompts, more = pair.prompts(2, 2, 2), pair.prompts(15, 15, 15)
+    pair.poison()
+    found = pair.gpu.score(prompts, more, logits_bytes=2 * 4 * pair.cpu.config.vocab)
+    for ours, theirs in zip(found, pair.cpu.score(prompts, more), strict=True):
+        for mine, own in zip(ours.log_probs, theirs.log_probs, strict=True):
+            pair.compare([mine], [own])
+    assert any(name.startswith("rows_logits_") for name in pair.gpu.launches())
 
 
 @pytest.mark.parametrize(("packed", "tied"), [(True, True), (True, False), (False, True)])
