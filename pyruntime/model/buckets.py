@@ -6,7 +6,7 @@ for `bucket(n)` rows serves every length from the bucket before it up to that. A
 of the decoder, whatever the bucket.
 
 Steps are powers of two, and no more than a ninth of the length: up to 17 every length is its own
-bucket, and grids have less than 1/9 (11.2 %) more rows than are live. From 1152 on a step is 128,
+bucket, and grids have less than 1/9 more rows than are live. From 1152 on a step is 128,
 the rows of the tallest tile of a matrix product: every length has as many tiles as its bucket, and
 below that the height of every tile is an edge. So a bucket costs no tile that does work, and on an
 H200 the cost model picks the same rows of the GEMM table as for the length itself.
