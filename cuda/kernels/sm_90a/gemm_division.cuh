@@ -1,10 +1,11 @@
 // How the units of a product are divided among the clusters of a persistent grid.
 //
 // Whole, a cluster takes every (clusters in the grid)-th unit, and the last wave may have work for
-// few of them. Where the units are less than a wave they can be shared (stream-K, arXiv:2301.03598),
-// by `parts` clusters each at most, on average: the units' steps along k, one unit after the other,
-// are divided evenly, and each cluster takes a part, which begins and ends inside of units. (To
-// share what a product of several waves leaves over does not pay: docs/performance.md.)
+// few of them. Where the units are less than a wave they can be shared (stream-K,
+// arXiv:2301.03598), by `parts` clusters each at most, on average: the units' steps along k, one
+// unit after the other, are divided evenly, and each cluster takes a part, which begins and ends
+// inside of units. (To share what a product of several waves leaves over does not pay:
+// docs/performance.md.)
 //
 // The owner of a unit is who has its step 0. Others have its further steps: each as the first thing
 // that it does, so that the owner waits little. Cluster 0 takes the last part, so an owner waits
