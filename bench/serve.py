@@ -88,9 +88,10 @@ def bare(engine: Engine, kind: str, prompts: list[list[int]]) -> None:
 
 
 def loop(engine: Engine, kind: str, prompts: Prompts, count: int, seconds: float) -> dict[str, Any]:
-    """Calls with `count` prompts each for so long."""
-    calls, began = [], time.perf_counter()
-    while time.perf_counter() - began < seconds:
+    """Calls with `count` prompts each for so long, one at least."""
+    calls: list[float] = []
+    began = time.perf_counter()
+    while not calls or time.perf_counter() - began < seconds:
         some = prompts.next(count)
         started = time.perf_counter()
         bare(engine, kind, some)
@@ -99,7 +100,7 @@ def loop(engine: Engine, kind: str, prompts: Prompts, count: int, seconds: float
 
 
 def clients(port: int, kind: str, prompts: Prompts, count: int, seconds: float) -> dict[str, Any]:
-    """`count` clients for so long, until the last of them is answered."""
+    """`count` clients for so long, until the last of them is answered; each asks at least once."""
     times: list[float] = []
     faults: list[BaseException] = []
     ends = time.perf_counter() + seconds
@@ -107,7 +108,8 @@ def clients(port: int, kind: str, prompts: Prompts, count: int, seconds: float) 
     def ask() -> None:
         connection = HTTPConnection("127.0.0.1", port, timeout=600)
         try:
-            while time.perf_counter() < ends and not faults:
+            asks = True
+            while asks and not faults:
                 fields = {"model": NAME, "prompt": prompts.next(1)[0], **FIELDS[kind]}
                 started = time.perf_counter()
                 connection.request("POST", "/v1/completions", json.dumps(fields))
@@ -116,6 +118,7 @@ def clients(port: int, kind: str, prompts: Prompts, count: int, seconds: float) 
                 times.append(time.perf_counter() - started)
                 if response.status != 200:
                     raise RuntimeError(f"status {response.status}: {body[:200]!r}")
+                asks = time.perf_counter() < ends
         except BaseException as error:
             faults.append(error)
         finally:
