@@ -11,7 +11,7 @@ from __future__ import annotations
 import ctypes
 from collections import Counter, defaultdict
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from threading import RLock, get_ident
 from types import SimpleNamespace
@@ -60,6 +60,14 @@ def stream_of(name: str, arguments: tuple[Any, ...]) -> int:
     return int(given.hStream if name == "cuLaunchKernelEx" else given)
 
 
+@dataclass(frozen=True)
+class Node:
+    """What a capture has taken in as its call of this number."""
+
+    graph: Capture
+    number: int
+
+
 def snapshot(config: Any) -> Any:
     """A launch's configuration as it is now."""
     attributes = list(config.attrs[: config.numAttrs])
@@ -81,6 +89,7 @@ class Capture:
         origin: its first stream. streams: all that take part. loose: those of which something has
             been captured that the origin does not wait for yet. events: those recorded in it.
         calls: what was captured, in order. broken: whether something made it useless.
+        template: of an instance, the graph that it is one of.
     """
 
     origin: int
@@ -89,6 +98,7 @@ class Capture:
     events: dict[int, set[int]] = field(default_factory=dict)
     calls: list[tuple[str, tuple[Any, ...]]] = field(default_factory=list)
     broken: bool = False
+    template: Capture | None = None
 
 
 class FakeDriver:
@@ -108,6 +118,8 @@ class FakeDriver:
         replayed: called with each graph that is launched, and the stream.
         carry_out: called with the parameters' address of each launch when it is carried out, those
             of a graph among its copies.
+        keep: called with that address when a graph takes a launch over, and when a node of it is
+            updated; what it gives is what `carry_out` is then called with instead.
         fresh: what the bytes of new memory are.
     """
 
@@ -127,7 +139,8 @@ class FakeDriver:
         self._ended: list[Capture] = []
         self.graphs: dict[int, Capture] = {}
         self.replayed: Callable[[Capture, int], object] = lambda graph, stream: None
-        self.carry_out: Callable[[int], object] = lambda address: None
+        self.carry_out: Callable[[Any], object] = lambda address: None
+        self.keep: Callable[[int], Any] = lambda address: address
         self.fresh = 0
         self._lock = RLock()  # a finalizer may come in the middle
         self._pushed: defaultdict[int, list[str]] = defaultdict(list)  # by thread
@@ -201,7 +214,8 @@ class FakeDriver:
         elif stream != capture.origin:
             capture.loose.add(stream)
         if name == "cuLaunchKernelEx":  # a graph keeps a launch as it is now
-            arguments = (snapshot(arguments[0]), *arguments[1:])
+            config, kernel, address, extra = arguments
+            arguments = (snapshot(config), kernel, self.keep(address), extra)
         capture.calls.append((name, arguments))
 
     def _begin(self, stream: int, mode: Any) -> None:
@@ -218,6 +232,34 @@ class FakeDriver:
         if capture.broken or capture.loose:
             raise StatusError(INVALIDATED if capture.broken else UNJOINED)
         return self._new_graph("graphs", capture)
+
+    def _captured(self, stream: int) -> tuple[Any, ...]:
+        """State, id, graph, the last node of the stream, its edge, their number."""
+        found = [capture for capture in self.captures if stream in capture.streams]
+        self._require(found, "the last node of a stream that is not captured")
+        (capture,) = found
+        last = max(
+            i for i, (name, given) in enumerate(capture.calls) if stream_of(name, given) == stream
+        )
+        active = driver.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_ACTIVE
+        return active, 1, 0, [Node(capture, last)], [driver.CUgraphEdgeData()], 1
+
+    def _launch_of(self, node: Node) -> tuple[Any, ...]:
+        """The arguments of a node that is a launch, of a graph that has not been destroyed."""
+        there = any(self.graphs[handle] is node.graph for handle in self.live["graphs"])
+        self._require(there, "a node of no graph")
+        name, arguments = node.graph.calls[node.number]
+        self._require(name == "cuLaunchKernelEx", "a node that is no launch")
+        return arguments
+
+    def _update(self, handle: int, node: Node, parameters: Any) -> None:
+        """As the driver does, this changes the instance alone."""
+        config, kernel, _, extra = self._launch_of(node)
+        graph = self.graphs[handle]
+        self._require(graph.template is node.graph, "a node of another graph")
+        self._require(parameters.func == kernel, "a node of another kernel")
+        kept = config, kernel, self.keep(parameters.kernelParams), extra
+        graph.calls[node.number] = "cuLaunchKernelEx", kept
 
     def _new_graph(self, kind: str, graph: Capture) -> int:
         thing = np.zeros(1, np.uint8)
@@ -270,7 +312,16 @@ class FakeDriver:
                 return self._end()
             case "cuGraphInstantiate", (graph, _):
                 self._require(graph in self.live["graphs"], "an instance of no graph")
-                return self._new_graph("execs", self.graphs[graph])
+                template = self.graphs[graph]
+                made = replace(template, calls=list(template.calls), template=template)
+                return self._new_graph("execs", made)
+            case "cuStreamGetCaptureInfo", (stream,):
+                return self._captured(stream)
+            case "cuGraphKernelNodeGetParams", (node,):
+                return SimpleNamespace(func=self._launch_of(node)[1], kernelParams=0)
+            case "cuGraphExecKernelNodeSetParams", (handle, node, parameters):
+                self._require(handle in self.live["execs"], "an update of no graph")
+                self._update(handle, node, parameters)
             case "cuGraphLaunch", (handle, stream):
                 self._replay(handle, stream)
             case "cuStreamQuery", _:

@@ -4,8 +4,7 @@ Numbers are those of the reference's functions on what kernels are given, rounde
 store float16 or e4m3. So a difference from the NumPy backend is in what the host has prepared:
 lists of rows, positions, sequences, addresses of caches, weights, the order of launches. How a
 kernel works inside (tiles, parts of a schedule, tensor maps) is not looked at, nor what runs at the
-same time: each launch ends before the next begins. Those of a graph take their parameters as they
-are when it is launched, not as they were when it was captured.
+same time: each launch ends before the next begins.
 
 As it goes, it is checked that grids and arrays are large enough for the live counts, that memory
 has been allocated, that the sequence table agrees with the rows, and that a schedule's parts have
@@ -65,10 +64,16 @@ class NumpyKernels:
         self._memory = driver.live["arrays"]
         self._schedules: dict[int, dict[str, Any]] = {}
         monkeypatch.setattr(driver, "carry_out", self._run)
+        monkeypatch.setattr(driver, "keep", self._keep)
         monkeypatch.setattr(driver, "fresh", 0xFF)
 
-    def _run(self, address: int) -> None:
+    def _keep(self, address: int) -> tuple[Launch, dict[str, Any]]:
+        """A launch with its parameters as they are now."""
         launch, given = self._kept[address]
+        return launch, dict(given)
+
+    def _run(self, launched: int | tuple[Launch, dict[str, Any]]) -> None:
+        launch, given = self._kept[launched] if isinstance(launched, int) else launched
         run = FAMILIES[launch.kernel.spec.family]
         run(Work(launch, given, self._memory, self._schedules))
 

@@ -86,6 +86,11 @@ class Stream:
         flag = api.constant("CUevent_record_flags", "CU_EVENT_RECORD_EXTERNAL")
         api.call("cuEventRecordWithFlags", event.handle, self.handle, flag)
 
+    def captured(self) -> Any:
+        """The node of what was captured last. The stream must be captured."""
+        *_, nodes, _, _ = api.call("cuStreamGetCaptureInfo", self.handle)
+        return nodes[0]
+
     def copy_to_device(self, dst: int, src: int, nbytes: int) -> None:
         """Enqueues a host-to-device copy; the host memory must stay as it is until it has run."""
         api.call("cuMemcpyHtoDAsync", dst, src, nbytes, self.handle)

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from pyruntime.driver.graph import Graph
 from pyruntime.driver.library import Library
 from pyruntime.driver.memory import DeviceArray
 from pyruntime.driver.program import Program
@@ -97,6 +98,11 @@ class Shape(NamedTuple):
     def every_row(self) -> bool:
         """Whether all rows are kept."""
         return self.kept == self.rows
+
+    @property
+    def exact(self) -> bool:
+        """Whether all passes that it serves keep so many rows."""
+        return not self.kept or bucket(self.kept - 1, self.kept) < self.kept
 
     def gathered(self, batch: Batch) -> Rows:
         """The rows of a batch that are gathered: those that are kept, in the last layer; where all
@@ -299,9 +305,12 @@ class Decoder:
             if not whole or isinstance(self._weights, StreamedWeights):
                 return head
             recorded.head = head
-        for launch, name in zip(head.before.launches, ("c", "x"), strict=False):
-            launch.point(name, logits)
+        recorded.point(logits)
         return head
+
+    def make_head(self, recorded: Recorded, logits: DeviceArray) -> None:
+        """Makes `recorded.head`. Logits: of all rows that are kept."""
+        self.head(recorded, Piece(0, recorded.shape.kept, self.live.wanted, 0), logits)
 
     def _head(self, piece: Piece, logits: DeviceArray, shape: Shape) -> Pass:
         weights, rows, program = self._weights, piece.rows, Program()
@@ -359,12 +368,17 @@ class Decoder:
         return act["last_normed"].rows(0, piece.rows)
 
     def launches(self) -> Counter[str]:
-        """Launches that the bodies of recorded passes had, by kernel name."""
+        """Launches that recorded passes had and that are not counted yet, by kernel name."""
         found = Counter[str]()
         for recorded in list(self._passes.values()):
-            for kernel, count in recorded.body.counts.items():
-                found[kernel.name] += count * recorded.enqueued
+            for part, times in recorded.uncounted():
+                for kernel, count in part.counts.items():
+                    found[kernel.name] += count * times
         return found
+
+    def graphs(self) -> list[Graph]:
+        """Those of recorded passes."""
+        return [graph for recorded in list(self._passes.values()) for graph in recorded.graphs]
 
     def _drop(self, shape: Shape, recorded: Recorded) -> None:
         del self._passes[shape]

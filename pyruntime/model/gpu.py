@@ -246,7 +246,7 @@ class GpuModel:
 
     def stats(self) -> Stats:
         """How passes were run so far."""
-        return self._replayer.stats
+        return self._replayer.stats(self._decoder.graphs())
 
     def warm(self, passes: Sequence[tuple[int, int, bool]]) -> list[Warmed]:
         """Records passes of one prompt and captures them, where that has not been done.
@@ -270,13 +270,16 @@ class GpuModel:
 
     def _warm(self, shape: Shape) -> Warmed:
         started = time.perf_counter()
-        recorded = self._decoder.recorded(shape)
+        recorded, logits = self._decoder.recorded(shape), None
+        if shape.kept and recorded.whole is None and self._replayer.makes_whole(recorded):
+            logits = self._logits(shape.kept)
+            if recorded.head is None:
+                self._decoder.make_head(recorded, logits)
         with self.device.current():
-            captured = self._replayer.warm(recorded)
-        graph = recorded.graph if captured else None
+            graph = self._replayer.warm(recorded, logits)
         ms = 1e3 * (time.perf_counter() - started)
         nbytes = graph.nbytes if graph else 0
-        return Warmed(shape.rows, shape.kept, shape.fresh, captured, ms, nbytes)
+        return Warmed(shape.rows, shape.kept, shape.fresh, graph is not None, ms, nbytes)
 
     def new_cache(self, tokens: int) -> Cache:
         """An empty cache for `tokens` positions. Raises ValueError, OutOfMemoryError."""
@@ -476,23 +479,47 @@ class GpuModel:
         decoder, replayer = self._decoder, self._replayer
         staged = None if decoder.staging is None else self._staged(batch, decoder.staging)
         decoder.live.fill(batch, recorded.shape.gathered(batch), staged)
+        wanted = 0 if headless else len(batch.logits)
         with self.device.current():
             enqueued = time.perf_counter()
-            follows = replayer.run(recorded)
-            if len(batch.logits) and not headless:
-                if out is None:
-                    out = self._new_logits(len(batch.logits))
-                for piece in decoder.pieces(recorded.shape, batch):
-                    follows = replayer.follow(self._head(recorded, piece, out), follows)
-            for made in after:
-                follows = replayer.follow(made, follows)
-            replayer.end(recorded)
+            replayed = False
+            whole = recorded.whole is not None or (recorded.runs and replayer.makes_whole(recorded))
+            if whole and not after and wanted == len(batch.kept) == recorded.shape.kept:
+                if wanted:
+                    if out is None:
+                        out = self._new_logits(wanted)
+                    if recorded.head is None:
+                        decoder.make_head(recorded, out)
+                replayed = replayer.replay(recorded, out if wanted else None)
+            if not replayed:
+                out = self._in_parts(batch, recorded, wanted, out, after)
             self._wait()
             self.host_span = enqueued, time.perf_counter()
             self.gpu_seconds = replayer.ended.elapsed(replayer.started) / 1e3
         if (site := decoder.live.overflow_site) != NO_OVERFLOW:
             where = site_name(site, self.config.layers)
             raise NumericalError(f"{where} holds a value beyond fp16's ±65504 or a NaN")
+        return out
+
+    def _in_parts(
+        self,
+        batch: Batch,
+        recorded: Recorded,
+        wanted: int,
+        out: DeviceArray | None,
+        after: Iterable[Pass],
+    ) -> DeviceArray | None:
+        """Enqueues what `_run` does, which is not replayed as a whole; returns the logits."""
+        decoder, replayer = self._decoder, self._replayer
+        follows = replayer.run(recorded)
+        if wanted:
+            if out is None:
+                out = self._new_logits(wanted)
+            for piece in decoder.pieces(recorded.shape, batch):
+                follows = replayer.follow(self._head(recorded, piece, out), follows)
+        for made in after:
+            follows = replayer.follow(made, follows)
+        replayer.end(recorded)
         return out
 
     def _go_on(self, heads: Iterable[Pass]) -> None:
@@ -508,10 +535,13 @@ class GpuModel:
 
     def _new_logits(self, rows: int) -> DeviceArray:
         """For the pass that is under way."""
-        shape = (rows, self.config.vocab)
-        logits = DeviceArray(self.device, shape, FLOAT32, what="logits", spare=True)
+        logits = self._logits(rows)
         self._underway.begin(self._streams, logits)
         return logits
+
+    def _logits(self, rows: int) -> DeviceArray:
+        shape = (rows, self.config.vocab)
+        return DeviceArray(self.device, shape, FLOAT32, what="logits", spare=True)
 
     def _head(self, recorded: Recorded, piece: Piece, logits: DeviceArray) -> Pass:
         """What makes the logits of a piece."""

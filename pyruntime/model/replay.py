@@ -9,18 +9,25 @@ A capture enqueues every launch once more without running it, and instantiates w
 So a bucket is captured when it is met for the second time, or ahead of time (`Replayer.warm`): a
 prompt in a bucket that does not come again costs nothing more. The pass that captures runs as the
 graph's first replay.
+
+There are two graphs of a pass, each made when it is needed. One is of all of it, from the event
+that begins it to the one that ends it, if all that comes of it is the logits of all rows that are
+kept. Of these the address does change: the graph's launches of the head are updated where it has.
+The other one is of upload and body, before whatever else is to come after that.
 """
 
 from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Iterable
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, TypeVar
 
 from pyruntime.driver import api
-from pyruntime.driver.graph import Graph
+from pyruntime.driver.graph import Graph, Nodes, nodes
+from pyruntime.driver.memory import DeviceArray
 from pyruntime.driver.stream import Event, Stream
 from pyruntime.errors import CudaError, OutOfMemoryError
 from pyruntime.model.live import LiveBlock
@@ -39,11 +46,14 @@ class Recorded:
 
     Attributes:
         shape: what it was recorded for. live: the block that it reads.
-        head: what comes after it, once there is such a thing; its logits change their address from
-            pass to pass.
-        runs: how often it has been enqueued whole. graph: of upload and body, once there is one.
-        enqueued: how often the body has been; its kernels' launches are counted when it is dropped.
-        refused: that it could not be captured.
+        head: what makes the logits of all rows that are kept, once there is such a thing.
+        runs: how often all of a pass has been enqueued.
+        graph: of upload and body, once there is one. whole: of all of a pass, likewise.
+        logits_at: the address of the logits of `whole`; 0: not known, or there are none.
+        enqueued, replayed: how often the body has been enqueued, and the head in `whole`; launches
+            of their kernels are counted when it is dropped.
+        refused: that it could not be captured. apart: that the logits of `whole` could not be given
+            another address, so that head and body are enqueued apart.
     """
 
     def __init__(self, shape: Shape, live: LiveBlock, body: Pass) -> None:
@@ -51,9 +61,26 @@ class Recorded:
         self.live = live
         self.body = body
         self.head: Pass | None = None
-        self.runs = self.enqueued = 0
+        self.runs = self.enqueued = self.replayed = self.logits_at = 0
         self.graph: Graph | None = None
-        self.refused = False
+        self.whole: Graph | None = None
+        self.refused = self.apart = False
+
+    @property
+    def graphs(self) -> list[Graph]:
+        """Those that it has."""
+        return [graph for graph in (self.graph, self.whole) if graph is not None]
+
+    def uncounted(self) -> list[tuple[Pass, int]]:
+        """Its parts, and how often each has been enqueued without being counted."""
+        parts = [(self.body, self.enqueued)]
+        return parts if self.head is None else [*parts, (self.head, self.replayed)]
+
+    def point(self, logits: DeviceArray) -> None:
+        """Points the head to other logits, which the caller keeps alive."""
+        assert self.head is not None
+        for launch, name in zip(self.head.before.launches, ("c", "x"), strict=False):
+            launch.point(name, logits)
 
 
 class Replayer:
@@ -73,6 +100,7 @@ class Replayer:
         self._resources = ExitStack()
         self._aside: Stream | None = None
         self._stats = Stats()
+        self._gone = 0  # graphs that there were
         try:
             self.started, self.ended = (self._owned(Event(stream.device)) for _ in range(2))
             if graphs:
@@ -86,20 +114,59 @@ class Replayer:
         self._resources.callback(resource.close)
         return resource
 
-    @property
-    def stats(self) -> Stats:
-        """A copy of the counts."""
-        return replace(self._stats)
+    def stats(self, graphs: Iterable[Graph]) -> Stats:
+        """A copy of the counts; `graphs`: those that there are."""
+        sizes = [graph.nbytes for graph in graphs]
+        captures = self._gone + len(sizes)
+        return replace(self._stats, captures=captures, graphs=len(sizes), graph_bytes=sum(sizes))
 
-    def warm(self, recorded: Recorded) -> bool:
-        """Captures a pass that has no graph yet, but does not run it. Returns whether it did.
+    def makes_whole(self, recorded: Recorded) -> bool:
+        """Whether a graph of all of a pass is there or may be made: not where passes of a bucket
+        have heads of several sizes, which it would not serve.
+        """
+        if recorded.whole is not None:
+            return True
+        if self._aside is None or recorded.refused or recorded.apart:
+            return False
+        return recorded.body.pipeline is None and recorded.shape.exact
+
+    def warm(self, recorded: Recorded, logits: DeviceArray | None = None) -> Graph | None:
+        """Captures a pass, all of it if it `makes_whole`, but does not run it. Returns the graph if
+        it has made one.
+
+        Args:
+            logits: see `replay`.
 
         Raises CudaError: the context was lost.
         """
-        if recorded.graph is not None or recorded.refused:
+        whole = self.makes_whole(recorded)
+        if recorded.refused or (recorded.whole if whole else recorded.graph):
+            return None
+        self._capture(recorded, logits, whole=whole)
+        return recorded.whole if whole else recorded.graph
+
+    def replay(self, recorded: Recorded, logits: DeviceArray | None) -> bool:
+        """Enqueues all of a pass that `makes_whole`, as one graph, and counts it; the context must
+        be current. False: there is none, and nothing has been enqueued.
+
+        Args:
+            logits: of all rows that are kept, for the head that there is; None where none are.
+
+        Raises:
+            CudaError: the graph could not be launched, or the context was lost.
+        """
+        if recorded.whole is None:
+            self._capture(recorded, logits, whole=True)
+        elif logits is not None and recorded.logits_at != logits.ptr:
+            self._move(recorded, recorded.whole, logits)
+        if recorded.whole is None:
             return False
-        self._capture(recorded)
-        return recorded.graph is not None
+        recorded.whole.launch(self._stream)
+        recorded.enqueued += 1
+        recorded.replayed += 1
+        recorded.runs += 1
+        self._stats.hits += 1
+        return True
 
     def run(self, recorded: Recorded) -> bool:
         """Enqueues the upload of the live block and the body; the context must be current.
@@ -110,8 +177,9 @@ class Replayer:
         Raises:
             CudaError: a launch failed.
         """
-        if recorded.graph is None and recorded.runs and not recorded.refused:
-            self._capture(recorded)
+        again = recorded.runs or recorded.whole is not None  # which may have been warmed
+        if recorded.graph is None and again and not recorded.refused:
+            self._capture(recorded, None, whole=False)
         graph = recorded.graph
         if graph is not None:
             graph.launch(self._stream)
@@ -144,42 +212,71 @@ class Replayer:
         head.count()
         return head.pipeline is None
 
-    def _capture(self, recorded: Recorded) -> None:
-        """Makes the graph; if that fails, it says so and leaves the pass as it is."""
-        aside, stats = self._aside, self._stats
+    def _capture(self, recorded: Recorded, logits: DeviceArray | None, *, whole: bool) -> None:
+        """Makes one of the graphs; if that fails, it says so and leaves the pass as it is."""
+        aside = self._aside
         if aside is None:
             return
         started = time.perf_counter()
 
-        def enqueue() -> None:
+        def enqueue() -> Nodes:
             aside.record_in_graph(self.started)
             self._enqueue(recorded, aside)
+            if not whole:
+                return ()
+            head = recorded.head.launches if logits is not None and recorded.head else ()
+            found = nodes(head, aside, overlap=self._overlap)
+            recorded.live.download_overflow(aside)
+            aside.record_in_graph(self.ended)
+            return found
 
         try:
-            recorded.graph = graph = Graph(aside, enqueue)
+            if not whole:
+                recorded.graph = Graph(aside, enqueue)
+            else:
+                if logits is not None:
+                    recorded.point(logits)
+                    recorded.logits_at = logits.ptr
+                recorded.whole = Graph(aside, enqueue)
         except (CudaError, OutOfMemoryError) as error:
-            if isinstance(error, CudaError) and error.code in api.STICKY:
-                raise
             recorded.refused = True
-            stats.failures += 1
             launches = len(recorded.body.launches)
-            # Its text: who keeps the record must not keep the error's frames, and so the logits.
-            log.warning("a pass stays at %d launches, without a graph: %s", launches, str(error))
-        else:
-            stats.captures += 1
-            stats.graphs += 1
-            stats.graph_bytes += graph.nbytes
+            self._failed(error, f"a pass stays at {launches} launches, without a graph")
         finally:
-            stats.capture_ms += 1e3 * (time.perf_counter() - started)
+            self._stats.capture_ms += 1e3 * (time.perf_counter() - started)
+
+    def _move(self, recorded: Recorded, graph: Graph, logits: DeviceArray) -> None:
+        """Gives the logits of `whole` another address; if that fails, it says so, and the graph is
+        no more."""
+        recorded.logits_at = 0  # until it is over, however it ends
+        recorded.point(logits)
+        try:
+            graph.update()
+            recorded.logits_at = logits.ptr
+        except (CudaError, OutOfMemoryError) as error:
+            recorded.apart = True
+            self._failed(error, "the logits of a pass are made apart from its graph")
+            recorded.whole = None
+            self._gone += 1
+            graph.close()
+
+    def _failed(self, error: CudaError | OutOfMemoryError, what: str) -> None:
+        """Counts a failure that passes go on without, and says so. Raises it where they cannot."""
+        if isinstance(error, CudaError) and error.code in api.STICKY:
+            raise error
+        self._stats.failures += 1
+        # Its text: who keeps the record must not keep the error's frames, and so the logits.
+        log.warning("%s: %s", what, str(error))
 
     def drop(self, recorded: Recorded) -> None:
-        """Destroys the graph of a pass that will not be run again; nothing may be running."""
-        recorded.body.count(recorded.enqueued)
-        graph, recorded.graph = recorded.graph, None
-        if graph is not None:
-            self._stats.graphs -= 1
-            self._stats.graph_bytes -= graph.nbytes
-            graph.close()
+        """Destroys the graphs of a pass that will not be run again; nothing may be running."""
+        for part, runs in recorded.uncounted():
+            part.count(runs)
+        with ExitStack() as graphs:  # one that fails keeps no other
+            for graph in recorded.graphs:
+                graphs.callback(graph.close)
+            self._gone += len(recorded.graphs)
+            recorded.graph = recorded.whole = None
 
     def close(self) -> None:
         """Destroys the events, and the stream on which graphs are captured. Idempotent."""

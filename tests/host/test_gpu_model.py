@@ -59,11 +59,13 @@ class Pair:
         self, load: Load, stem: str, weights: str, kv_dtype: str, attention: str,
         exact: str = "fast", max_tokens: int = 32,
     ) -> None:  # fmt: skip
-        options = {"model": GOLDEN / f"tiny-{stem}.gguf", "kv_dtype": kv_dtype, "kv_tokens": 96}
-        self.gpu = load(
-            **options, weights=weights, attention=attention, exact=exact, max_tokens=max_tokens
-        )
-        self.cpu = load(**options, device="cpu")
+        both = {"model": GOLDEN / f"tiny-{stem}.gguf", "kv_dtype": kv_dtype, "kv_tokens": 96}
+        self.options = {
+            **both, "weights": weights, "attention": attention, "exact": exact,
+            "max_tokens": max_tokens,
+        }  # fmt: skip
+        self.gpu = load(**self.options)
+        self.cpu = load(**both, device="cpu")
         self.tolerance = TOLERANCES[kv_dtype]
         self._rng = np.random.default_rng(1)
 
@@ -124,6 +126,55 @@ def test_prompts(pair: Pair) -> None:
         pair.prefill(ids, logits=logits, hidden="last", repeats=2)
     stats = pair.gpu.stats()
     assert stats.hits and stats.graphs and not stats.failures
+
+
+def test_logits_of_a_graph_are_those_of_launches(pair: Pair, load: Load) -> None:
+    """Bit by bit, while all results are held; heads of other rows come in between."""
+    eager = load(**pair.options, graphs="off")
+    found, expected = [], []
+    for ids in pair.prompts(*[6] * 5):
+        for asked in ("last", "all", [1, 4], [0, 1], "last"):
+            for engine, results in ((pair.gpu, found), (eager, expected)):
+                results.append(engine.prefill(ids, logits=asked).logits)
+    assert len({logits.ptr for logits in found}) == len(found)
+    for ours, theirs in zip(found, expected, strict=True):
+        assert np.isfinite(ours).all() and np.array_equal(ours, theirs)
+    assert pair.gpu.stats().hits > 15 and pair.gpu.stats().failures == 0
+
+
+@pytest.mark.parametrize("back", [False, True])
+@pytest.mark.parametrize(
+    ("stem", "node"), [("llama-q8_0", 0), ("gemma2-q8_0", 0), ("gemma2-q8_0", 1)]
+)
+def test_an_interrupted_update_leaves_no_logits_elsewhere(
+    driver: FakeDriver, kernels: NumpyKernels, load: Load, stem: str, node: int, back: bool
+) -> None:
+    """Before it, or between the nodes of a product and of the cap: the next call's go where they
+    should, to another array or `back` to where those before went."""
+    pair = Pair(load, stem, "fp16", "f16", "auto")
+    first, second = pair.prompts(5, 5)
+    pair.gpu.prefill(first)
+    held = pair.gpu.prefill(first)
+    kept, updates = np.asarray(held.logits), []
+
+    def interrupt(name: str, given: tuple[Any, ...]) -> None:
+        if name == "cuGraphExecKernelNodeSetParams":
+            updates.append(name)
+            if len(updates) > node:
+                raise KeyboardInterrupt
+
+    driver.hook = interrupt
+    with pytest.raises(KeyboardInterrupt):
+        pair.gpu.prefill(second)
+    driver.hook = lambda name, given: None
+    if back:
+        model: Any = pair.gpu.model
+        found = model.forward(second, pair.gpu.new_cache(8), out=held.logits)
+    else:
+        found = pair.gpu.prefill(second).logits
+        assert np.array_equal(held.logits, kept)
+    pair.compare(found, pair.cpu.prefill(second).logits)
+    assert pair.gpu.stats().captures == 1 and pair.gpu.stats().failures == 0
 
 
 @pytest.mark.parametrize("logits", ["last", "all"])

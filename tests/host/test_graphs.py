@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import sys
 from collections import Counter
 from collections.abc import Callable
+from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -21,6 +23,7 @@ from pyruntime.driver.stream import Event, Stream
 from pyruntime.errors import CudaError, EngineError, NumericalError
 from pyruntime.model import decoder, gpu
 from pyruntime.model.live import LiveBlock
+from pyruntime.model.replay import Replayer
 
 ILLEGAL_ADDRESS = 700
 DEPENDENT = "CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION"
@@ -50,12 +53,15 @@ def test_a_length_that_comes_again_is_replayed(
         added = driver.calls - before
         found.append((added["cuStreamBeginCapture"], added["cuGraphLaunch"]))
     assert found == [(0, 0), (1, 1), (0, 1), (0, 1)]
-    if weights == "fp16":  # nothing is launched apart but the output matrix
-        assert added["cuLaunchKernelEx"] == 1
+    if weights == "fp16":  # nothing is launched apart
+        assert added["cuLaunchKernelEx"] == 0
     stats = engine.stats()
     assert (stats.hits, stats.misses, stats.captures, stats.failures) == (3, 1, 1, 0)
     assert stats.graphs == 1 and stats.capture_ms > 0
-    assert driver.held()["execs"] == 1 and "graphs" not in driver.held()
+    assert driver.held()["execs"] == 1
+    assert driver.held().get("graphs", 0) == (weights == "fp16")  # whose nodes may be updated
+    engine.close()
+    assert driver.held() == {}
 
 
 def test_each_kind_of_pass_has_a_graph_of_its_own(driver: FakeDriver, load: Load) -> None:
@@ -247,13 +253,12 @@ def test_a_graph_has_the_launches_and_edges_of_the_pass(
     calls = graph_of(driver)
     captured = [told(*given[:3]) for name, given in calls if name == "cuLaunchKernelEx"]
     assert captured == eager[: len(captured)] and len(captured) > 15
+    assert len(captured) + len(after) == len(eager)  # what is not captured is enqueued
     if weights == "fp16":
         able = driver.attributes["COMPUTE_CAPABILITY_MAJOR"] >= 9 and overlap == "auto"
         dependent = [DEPENDENT in ids for _, _, ids, _ in captured]
         assert dependent == [False] + [able] * (len(captured) - 1)
-        assert len(eager) == len(captured) + 1
-        assert (DEPENDENT in eager[-1][2]) == able
-        assert [DEPENDENT in ids for _, _, ids, _ in after] == [False]
+        assert after == []
     streams = {stream_of(name, given) for name, given in calls}
     assert len(streams) == (2 if (weights, overlap) == ("per-layer", "auto") else 1)
 
@@ -281,19 +286,62 @@ def test_logits_go_where_each_result_is(
     targets: list[int] = []
 
     def note(called: str, given: tuple[Any, ...]) -> None:
-        if called == "cuLaunchKernelEx" and driver.capture_of(called, given) is None:
-            block = ctypes.c_uint64.from_address(given[2]).value
-            spec = library[given[1]].spec
+        assert called != "cuLaunchKernelEx"
+        if called == "cuGraphExecKernelNodeSetParams":
+            block = ctypes.c_uint64.from_address(given[2].kernelParams).value
+            spec = library[given[2].func].spec
             wanted = "x" if spec.family == "softcap" else "c"
             (at,) = (p.offset for p in spec.params if p.name == wanted)
             targets.append(ctypes.c_uint64.from_address(block + at).value)
 
     engine.prefill([1, 2], logits=logits)
+    captured = engine.prefill([1, 2], logits=logits)
     driver.hook = note
     results = [engine.prefill([3, 4], logits=logits) for _ in range(3)]
     capped = engine.config.logit_cap is not None
     assert targets == [r.logits.ptr for r in results for _ in range(1 + capped)]
-    assert len(set(targets)) == 3
+    assert len({*targets, captured.logits.ptr}) == 4
+
+
+def test_the_memory_of_logits_that_are_gone_needs_no_update(driver: FakeDriver, load: Load) -> None:
+    engine = load()
+    for _ in range(4):
+        engine.prefill([1, 2])
+    assert driver.calls["cuGraphLaunch"] == 3
+    assert driver.calls["cuGraphExecKernelNodeSetParams"] == 0
+
+
+def test_what_comes_after_a_body_decides_which_graph_is_replayed(
+    driver: FakeDriver, load: Load
+) -> None:
+    """Logits of what is kept are part of it; hidden states, scores and other rows follow it. Each
+    graph is made when it is needed."""
+    engine = load()
+    for asked, graphs in (
+        ({}, 0), ({}, 1), ({"hidden": "last"}, 2), ({}, 2), ({"logits": [0]}, 2),
+        ({"logits": "none", "hidden": "last"}, 2), ({"logits": [0, 2]}, 2), ({"logits": [0, 2]}, 3),
+        ({"logits": "all"}, 3), ({"logits": [0], "hidden": "mean"}, 4), ({"logits": "all"}, 5),
+        ({"logits": "none"}, 5), ({"logits": "none"}, 6),
+    ):  # fmt: skip
+        engine.prefill([1, 2, 3], **asked)
+        assert engine.stats().graphs == engine.stats().captures == graphs, asked
+        assert driver.held().get("execs", 0) == graphs
+    assert (engine.stats().hits, engine.stats().misses) == (9, 4)
+
+
+def test_a_bucket_of_several_counts_of_rows_has_one_graph(driver: FakeDriver, load: Load) -> None:
+    """Before heads of any size."""
+    engine = load(max_tokens=64, kv_tokens=64)
+    for n in (44, 43, 44, 41):
+        engine.prefill([1] * n, logits="all")
+    assert (engine.stats().captures, engine.stats().hits) == (1, 3)
+
+
+def test_a_warm_pass_is_captured_at_once_for_what_else_comes_of_it(load: Load) -> None:
+    engine = load()
+    engine.warm([3])
+    engine.prefill([1, 2, 3], hidden="last")
+    assert (engine.stats().captures, engine.stats().hits, engine.stats().misses) == (2, 1, 0)
 
 
 def test_a_recorded_head_keeps_no_logits(driver: FakeDriver, load: Load) -> None:
@@ -373,6 +421,52 @@ def test_nodes_have_the_priority_of_the_stream(driver: FakeDriver) -> None:
     assert flags == ["CUDA_GRAPH_INSTANTIATE_FLAG_USE_NODE_PRIORITY"]
     for thing in (aside, stream, device):
         thing.close()
+
+
+# Logits that lie elsewhere
+
+
+def test_logits_that_cannot_be_moved_are_made_apart(
+    driver: FakeDriver, load: Load, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is said, counted, and not tried again; the body has a graph, and others all of theirs."""
+    engine = load()
+    engine.prefill([1, 2])
+    held = [engine.prefill([1, 2])]
+    driver.fail["cuGraphExecKernelNodeSetParams"] = (0, INVALID_VALUE)
+    with caplog.at_level(logging.WARNING, "pyruntime"):
+        held += [engine.prefill([1, 2]) for _ in range(3)]
+    (record,) = caplog.records
+    assert "cuGraphExecKernelNodeSetParams failed" in record.message
+    assert "apart from its graph" in record.message
+    stats = engine.stats()
+    assert (stats.hits, stats.misses, stats.captures, stats.failures) == (4, 1, 2, 1)
+    assert driver.held()["execs"] == stats.graphs == 1 and "graphs" not in driver.held()
+    assert [w.captured for w in engine.warm([2, 3])] == [False, True]
+    before = driver.calls["cuLaunchKernelEx"]
+    held += [engine.prefill([1, 2, 3]) for _ in range(2)]
+    assert driver.calls["cuLaunchKernelEx"] == before and engine.stats().hits == 6
+
+
+def test_a_context_lost_by_an_update_is_remembered(driver: FakeDriver, load: Load) -> None:
+    engine = load()
+    engine.prefill([1, 2])
+    held = engine.prefill([1, 2])
+    driver.fail["cuGraphExecKernelNodeSetParams"] = (0, ILLEGAL_ADDRESS)
+    with pytest.raises(CudaError, match="cuGraphExecKernelNodeSetParams"):
+        engine.prefill([1, 2])
+    with pytest.raises(EngineError, match="lost by an earlier failure: cuGraphExecKernelNodeSet"):
+        engine.prefill([1, 2])
+    del held
+
+
+def test_a_node_that_cannot_be_read_is_no_graph(driver: FakeDriver, load: Load) -> None:
+    engine = load()
+    engine.prefill([1, 2])
+    driver.fail["cuGraphKernelNodeGetParams"] = (0, INVALID_VALUE)
+    engine.prefill([1, 2])
+    assert (engine.stats().failures, engine.stats().graphs) == (1, 0)
+    assert not {"graphs", "execs"} & driver.held().keys()
 
 
 # How long
@@ -471,6 +565,36 @@ def test_an_interrupted_capture_leaves_an_engine_that_works(
     assert driver.captures == [] and not {"graphs", "execs"} & driver.held().keys()
     engine.prefill([1, 2])
     assert engine.stats().captures == engine.stats().hits == 1
+
+
+def test_an_interrupt_behind_a_capture_leaves_counts_that_are_right(
+    driver: FakeDriver, load: Load
+) -> None:
+    """At the line after the one that has made the graph."""
+    engine = load()
+    engine.prefill([1, 2])
+    recorded = engine.model._decoder.recorded(decoder.Shape(2, 2, 1, 1, fresh=True))
+
+    def trace(frame: FrameType, event: str, argument: object) -> Any:
+        if frame.f_code is not Replayer._capture.__code__:
+            return trace if event == "call" else None
+        if event == "line" and recorded.graphs:
+            sys.settrace(None)
+            raise KeyboardInterrupt
+        return trace
+
+    sys.settrace(trace)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            engine.prefill([1, 2])
+    finally:
+        sys.settrace(None)
+    stats = engine.stats()
+    assert (stats.graphs, stats.captures, driver.held()["execs"]) == (1, 1, 1)
+    engine.prefill([1, 2])
+    engine.new_cache(100)  # which drops it
+    stats = engine.stats()
+    assert (stats.graphs, stats.graph_bytes, stats.captures, stats.hits) == (0, 0, 1, 1)
 
 
 def test_a_context_lost_by_a_capture_is_remembered(driver: FakeDriver, load: Load) -> None:
