@@ -117,8 +117,9 @@ class Turns:
             self.check_process()
         if self._is_mine():
             return self._lock  # which may be got again
-        deadline = Deadline.of(timeout)
-        return self._endless if deadline is NEVER else _Turn(self, deadline)
+        if timeout is None or timeout is NEVER:
+            return self._endless
+        return _Turn(self, Deadline.of(timeout))
 
 
 class _Turn:

@@ -18,7 +18,7 @@ from pyruntime.model.calls import Call, Hidden, named
 from pyruntime.model.packing import passes
 from pyruntime.model.stats import Stats, Warmed
 from pyruntime.model.tokens import check_tokens
-from pyruntime.turns import Deadline
+from pyruntime.turns import NEVER, Deadline
 
 
 class Prefills:
@@ -120,12 +120,13 @@ class Prefills:
 
         Whatever is raised, all caches are as long as before, or with `reuse` as what was kept.
         """
-        deadline = Deadline.of(timeout)
-        if calls.several(ids):
+        deadline = NEVER if timeout is None else Deadline.of(timeout)
+        if isinstance(ids, (list, tuple)) and calls.several(ids):
             return self._prefill(ids, cache, logits, hidden, deadline, reuse)
         started, asked = time.perf_counter(), [self._call(ids, cache, logits, None, hidden)]
         timings = self._run(asked, calls.prefill, deadline, reuse)
-        return self._results(asked, timings, started)[0]
+        timings["wall"] = time.perf_counter() - started
+        return self._result(asked[0], timings)
 
     def _prefill(
         self,
@@ -146,7 +147,8 @@ class Prefills:
         parts = zip(prompts, caches, each, range(count), strict=True)
         asked = named(parts, lambda part: self._call(*part, hidden))
         timings = self._run(asked, calls.prefill, deadline, reuse)
-        return self._results(asked, timings, started)
+        timings["wall"] = time.perf_counter() - started
+        return [self._result(call, dict(timings)) for call in asked]
 
     def _call(self, ids: Any, cache: Any, logits: Any, place: int | None, hidden: Hidden) -> Call:
         tokens = check_tokens(ids, self.config.vocab)
@@ -155,18 +157,12 @@ class Prefills:
         states = NONE if hidden is None else calls.wanted_hidden(hidden, nt)
         return Call(tokens, cache, rows, states, place)
 
-    def _results(
-        self, asked: Sequence[Call], timings: dict[str, float], started: float
-    ) -> list[Result]:
-        """What came of calls that began at `started`."""
-        timings["wall"] = time.perf_counter() - started
-        return [
-            Result(
-                call.found, call.pooled(), call.cache, len(call.ids), call.reused,
-                dict(timings), self.path,
-            )
-            for call in asked
-        ]  # fmt: skip
+    def _result(self, call: Call, timings: dict[str, float]) -> Result:
+        """What came of a call."""
+        hidden = call.pooled() if len(call.hidden) else None
+        return Result(
+            call.found, hidden, call.cache, len(call.ids), call.reused, timings, self.path
+        )
 
     def _run(
         self,

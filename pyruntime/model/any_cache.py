@@ -25,12 +25,12 @@ class Filled(ABC):
     """The tokens whose keys and values fill the first `length` positions of something."""
 
     # Replaced as a whole, so that a thread sees the old or the new.
-    _tokens = _frozen(np.empty(0, np.int32))
+    _tokens = np.empty(0, np.int32)
 
     @property
     def tokens(self) -> NDArray[np.int32]:
         """Their ids, int32 [length]. The array never changes; later calls may give another."""
-        return self._tokens
+        return _frozen(self._tokens)
 
     @property
     def length(self) -> int:
@@ -61,8 +61,8 @@ class Filled(ABC):
         Nobody writes to `ids` any more. If the cache has been cut since then, it stays as it is:
         what was stored is forgotten, too.
         """
-        if self.length == start:
-            self._tokens = _frozen(np.concatenate([self._tokens, ids]) if start else ids)
+        if len(self._tokens) == start:
+            self._tokens = np.concatenate([self._tokens, ids]) if start else ids
 
     @property
     @abstractmethod
@@ -178,7 +178,7 @@ class AnyCache(Filled):
         self.truncate(0)  # whatever fails, nothing that is half written counts
         for name, array in self._numbers().items():
             self._copy(array, source[name], len(tokens))
-        self._tokens = _frozen(np.array(tokens, np.int32))
+        self._tokens = np.array(tokens, np.int32)
 
     def _header(self, positions: int) -> dict[str, Any]:
         dtype = str(np.dtype(self.k.dtype))

@@ -101,7 +101,8 @@ class Batch:
         for ids, cache, _, _ in self.prompts:
             check_cache(cache)
             start = cache.length
-            require_room(cache, len(ids), start)
+            if start + len(ids) > cache.capacity:
+                require_room(cache, len(ids), start)
             starts.append(start)
         if len(starts) > 1 and len({id(prompt.cache) for prompt in self.prompts}) < len(starts):
             raise ValueError("two prompts of a pass share a cache")

@@ -87,12 +87,9 @@ class Call:
         first = int(np.searchsorted(self.logits, part.first))
         self.found[first : first + rows] = np.asarray(own)
 
-    def pooled(self) -> NDArray[np.float32] | None:
-        """Float32 [1, hidden], the mean of its hidden states, or None."""
-        count = len(self.hidden)
-        if not count:
-            return None
-        mean: NDArray[np.float32] = (self.total / count).astype(np.float32)[None]
+    def pooled(self) -> NDArray[np.float32]:
+        """Float32 [1, hidden], the mean of its hidden states, of which there are some."""
+        mean: NDArray[np.float32] = (self.total / len(self.hidden)).astype(np.float32)[None]
         return mean
 
 
@@ -222,8 +219,10 @@ def run(
 
     Raises WaitTimeoutError: no time was left for a pass.
     """
-    caches = [call.cache for call in calls]
-    starts = [0 if cache is None else cache.length for cache in caches]
+    caches, starts = list[Any](), list[int]()
+    for call in calls:  # no comprehension: each is a call of its own
+        caches.append(call.cache)
+        starts.append(0 if call.cache is None else call.cache.length)
     done, seconds = 0, 0.0
     try:
         if len(calls) == 1 and len(calls[0].ids) <= rows:

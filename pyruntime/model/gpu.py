@@ -402,9 +402,10 @@ class GpuModel:
             raise _too_much(batch.rows, "tokens", self.max_tokens)
         if len(batch.prompts) > self.max_prompts:
             raise _too_much(len(batch.prompts), "prompts", self.max_prompts)
-        most = self.pass_positions
-        if most is not None and (count := self._places(batch)[-1]) > most:
-            raise _too_much(count, "positions in 8-bit caches", most)
+        if self.kv_dtype != "f16":
+            most, count = self._decoder.positions, self._places(batch)[-1]
+            if count > most:
+                raise _too_much(count, "positions in 8-bit caches", most)
         return Shape.of(batch, self.max_tokens)
 
     def _pooled(self, batch: Batch, shape: Shape) -> Pooled:
@@ -415,10 +416,7 @@ class GpuModel:
     def recorded(self, rows: int) -> list[Launch]:
         """The launches of a prefill of `rows` tokens that wants the last one's logits."""
         with self._entry():
-            return self._launches(Shape.single(rows, self.max_tokens), self._logits_row())
-
-    def _logits_row(self) -> DeviceArray:
-        return DeviceArray(self.device, (1, self.config.vocab), np.float32, what="logits")
+            return self._launches(Shape.single(rows, self.max_tokens), self._logits(1))
 
     def _launches(self, shape: Shape, out: DeviceArray) -> list[Launch]:
         decoder, recorded = self._decoder, self._decoder.recorded(shape)
@@ -442,7 +440,7 @@ class GpuModel:
             )
         batch = Batch.of_one(check_tokens(ids, self.config.vocab), cache, "last")
         with self._entry(), self.device.current():
-            form, out = self._begin(batch), self._logits_row()
+            form, out = self._begin(batch), self._logits(1)
             launches = self._launches(form, out)
             self._underway.begin(self._streams, batch, out)
             with self._at_work:

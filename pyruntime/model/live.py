@@ -61,6 +61,7 @@ class LiveBlock:
         self._arrays = tuple(self._host.array[head:].view(np.int32).reshape(4, max_tokens))
         # Of how many rows the host's positions and sequences are those of one fresh prompt.
         self._single = max_tokens
+        self._wanted: Rows | None = None
         self._arrays[1][:], self._arrays[2][:] = ascending(0, max_tokens), 0
 
     def fill(self, batch: Batch, wanted: Rows, staged: Sequence[Positions] | None = None) -> None:
@@ -93,7 +94,9 @@ class LiveBlock:
                 sequence_of[first:last] = i
         if not there:
             self._single = single
-        wanted_rows[: len(wanted)] = wanted
+        if wanted is not self._wanted:  # the same array is often given again, and never changed
+            wanted_rows[: len(wanted)] = wanted
+            self._wanted = wanted
 
     def upload(self, stream: Stream) -> None:
         """Enqueues the upload of what `fill` wrote."""

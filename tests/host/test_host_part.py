@@ -25,10 +25,11 @@ DRIVER = [
     "cuCtxPushCurrent", "cuGraphLaunch", "cuStreamSynchronize", "cuEventElapsedTime",
     "cuCtxPopCurrent",
 ]  # fmt: skip
-MOVE = "cuGraphExecKernelNodeSetParams"  # where the logits before are still there
+MOVE = "cuGraphExecKernelNodeSetParams"  # where the logits of the call before are held
 # Of weights "per-layer", whose output matrix comes in blocks, over two streams.
 ENDS = DRIVER[:2], ["cuMemcpyDtoHAsync", "cuEventRecord", *DRIVER[2:]]
-BEFORE, WHOLE = 48, 92  # functions until the graph is launched, and of the call
+BEFORE, WHOLE = 46, 61  # functions until the graph is launched, and of the call
+MOVED = 6, 10  # what there is more of either
 
 Load = Callable[..., Engine]
 
@@ -75,6 +76,7 @@ def test_a_replayed_prefill(
     else:
         first, last = ENDS
         assert order[: len(first)] == first and order[-len(last) :] == last
-    assert before[0] <= BEFORE, Counter(functions[: before[0]])
+    more = MOVED if held else (0, 0)
+    assert before[0] <= BEFORE + more[0], Counter(functions[: before[0]])
     if weights == "fp16":
-        assert len(functions) <= WHOLE, Counter(functions)
+        assert len(functions) <= WHOLE + more[1], Counter(functions)
