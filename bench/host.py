@@ -16,10 +16,11 @@ and, beside these, cpu: CPU time of the calling thread in `prefill`, the wait in
 may spin there), and without it; gpu, wall: milliseconds, as `Result.timings` has them; what making
 the graph took. Medians are shown; rounds of both ways alternate.
 
-Apart from these, as watching takes time: how long each function of the driver takes in a prefill;
-what a launch takes, as a bare call of the driver with all arguments made before, and through
-`Program.enqueue`; and what many calls in a row allocate, on the device and on the host. The exit
-code is 1 if logits differ between the ways or if such calls allocate device memory.
+Apart from these, as watching takes time: how long each function of the driver takes in a prefill,
+also where the result before is held, so that the logits lie elsewhere; what a launch takes, as a
+bare call of the driver with all arguments made before, and through `Program.enqueue`; and what many
+calls in a row allocate, on the device and on the host. The exit code is 1 if logits differ between
+the ways or if such calls allocate device memory.
 """
 
 from __future__ import annotations
@@ -148,20 +149,28 @@ def call(engine: Engine, ids: Any, watch: Watch, rest: float) -> dict[str, float
     }
 
 
-def driver_calls(engine: Engine, ids: Any, rounds: int) -> dict[str, dict[str, Any]]:
-    """Of a prefill and the drop of its result: calls by function, and us of all together.
+def driver_calls(
+    engine: Engine, ids: Any, rounds: int, *, held: bool = False
+) -> dict[str, dict[str, Any]]:
+    """Of a prefill and the drop of a result: calls by function, and us of all together.
 
-    Back to back.
+    Back to back. The result is dropped before the next prefill, or `held` until that is over.
     """
     found: dict[str, dict[str, Any]] = {}
+    result = None
     with timed_driver() as timed:
-        for _ in range(rounds):
+        for number in range(-2, rounds):
             timed.spent.clear()
-            engine.prefill(ids)
+            if not held:
+                result = None
+            result = engine.prefill(ids)
+            if number < 0:
+                continue  # until there is memory for the logits
             for name, seconds in timed.spent.items():
                 row = found.setdefault(name, {"calls": [], "us": []})
                 row["calls"].append(len(seconds))
                 row["us"].append(1e6 * sum(seconds))
+        del result
     return found
 
 
@@ -250,6 +259,7 @@ def measure(
                 for (name, way), found in samples.items()
             ],
             "driver": driver_calls(replaying, ids, rounds),
+            "driver_held": driver_calls(replaying, ids, rounds, held=True),
             "launches": len(gpu_model(replaying).recorded(nt)),
             "capture_ms": after.capture_ms - before.capture_ms,
             "graph_bytes": after.graph_bytes - before.graph_bytes,
@@ -280,11 +290,15 @@ def report(record: dict[str, Any]) -> None:
     for length, row in record["lengths"].items():
         print(
             f"{length}: {row['launches']} launches, capture {row['capture_ms']:.2f} ms, "
-            f"{row['graph_bytes']:,} bytes, bit-equal: {row['bit_equal']}; a replay's driver calls:"
+            f"{row['graph_bytes']:,} bytes, bit-equal: {row['bit_equal']}; a replay's driver "
+            "calls, and with the result before held:"
         )
-        for name, found in row["driver"].items():
-            calls, us = statistics.median(found["calls"]), statistics.median(found["us"])
-            print(f"  {name:<28}{calls:>5.0f}{us:>10.2f} us")
+        for name in row["driver"] | row["driver_held"]:
+            line = f"  {name:<32}"
+            for found in (row["driver"].get(name), row["driver_held"].get(name)):
+                calls, us = (statistics.median(found[x]) if found else 0 for x in ("calls", "us"))
+                line += f"{calls:>5.0f}{us:>10.2f} us"
+            print(line)
     if costs := record.get("launch_us"):
         bare, ours = (statistics.median(costs[name]) for name in ("bare", "program"))
         print(f"a launch: {bare:.2f} us bare, {ours:.2f} us by Program.enqueue, {ours / bare:.2f}x")

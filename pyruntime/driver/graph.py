@@ -52,12 +52,12 @@ class Graph:
             "CUgraphInstantiate_flags", "CUDA_GRAPH_INSTANTIATE_FLAG_USE_NODE_PRIORITY"
         )
         with device.current():
-            self._template, nodes = _captured(stream, enqueue)
+            self._template, found = _captured(stream, enqueue)
             try:
                 free, _ = device.memory()
                 self._handle = api.call("cuGraphInstantiate", self._template, flag)
                 self.nbytes = max(free - device.memory()[0], 0)
-                self._nodes = [(node, _parameters(launch, node)) for launch, node in nodes]
+                self._nodes = [(node, _parameters(launch, node)) for launch, node in found]
                 if not self._nodes:
                     with suppress(CudaError):
                         self._drop_template()

@@ -257,6 +257,7 @@ class GpuModel:
 
         Raises:
             ValueError: more than are kept, `PASSES`; nothing has been done.
+            OutOfMemoryError: no room for the logits of a pass, which its graph is made with.
             CudaError, EngineError: as `run`.
         """
         with self._entry():

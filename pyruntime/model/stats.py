@@ -10,8 +10,10 @@ class Stats:
     """Counts since the model was loaded, of which those of passes are of passes enqueued whole.
 
     Attributes:
-        hits: passes replayed as a graph. misses: passes enqueued launch by launch.
-        captures: graphs made; failures: graphs that could not be made.
+        hits: passes replayed as a graph, at least up to the logits. misses: passes enqueued launch
+            by launch.
+        captures: graphs made; failures: graphs that could not be made, or not be told where logits
+            lie now, and so were given up.
         capture_ms: milliseconds of the host spent on both, those of `Engine.warm` included.
         graphs: graphs held now; graph_bytes: device memory that they took, as far as that shows
             (`driver.graph.Graph`).

@@ -29,6 +29,7 @@ TINY = "tiny-qwen2-q4_k_m"
 STEMS = [
     SMOLLM2, TINY, "tiny-qwen3-q6_k", "tiny-gemma2-q8_0", "tiny-mistral-q8_0", "tiny-llama-q8_0",
 ]  # fmt: skip
+HEADS = [SMOLLM2, "tiny-qwen3-q6_k", "tiny-gemma2-q8_0", TINY, "tiny-llama-q8_0"]  # 3 tied, 2 not
 PROGRAMMATIC = 1  # CU_GRAPH_DEPENDENCY_TYPE_PROGRAMMATIC
 WEIGHTS = pytest.mark.parametrize("weights", ["fp16", "per-layer"])
 
@@ -80,6 +81,58 @@ def test_replays_are_bit_equal(stem: str, weights: str, overlap: str) -> None:
         stats = engine.stats()
         assert stats.failures == 0 and stats.hits > 4 * stats.misses
         assert eager.stats().captures == eager.stats().hits == 0
+
+
+@pytest.mark.parametrize("overlap", ["auto", "off"])
+@WEIGHTS
+@pytest.mark.parametrize("stem", HEADS)
+def test_results_that_are_held_have_their_own_bits(stem: str, weights: str, overlap: str) -> None:
+    """Logits of each call lie elsewhere, which graphs of all of a pass are told. In between there
+    are heads of other rows, and hidden states, after the same body."""
+    with (
+        load(stem, weights=weights, overlap=overlap) as engine,
+        load(stem, weights=weights, overlap=overlap, graphs="off") as eager,
+    ):
+        random = np.random.default_rng(6)
+        held: list[tuple[Any, Any]] = []
+        for n in (1, 5, 44, 5, 1, 44) * 2:
+            ids = random.integers(0, engine.config.vocab, n)
+            cases: list[tuple[Any, Any]] = [("last", None), ("all", None), ("last", "last")]
+            cases += [([0], "mean"), ([0, n - 1], None)] if n > 1 else []
+            for rows, hidden in (*cases, ("last", None)):
+                asked = {"logits": rows, "hidden": hidden}
+                held.append((engine.prefill(ids, **asked), eager.prefill(ids, **asked)))
+        assert len({found.logits.ptr for found, _ in held}) == len(held)
+        for found, want in held:
+            assert np.asarray(want.logits).any() and np.array_equal(found.logits, want.logits)
+            if want.hidden is not None:
+                assert np.array_equal(found.hidden, want.hidden)
+        # Two rows at a time, and a row that is left over alone, which lies scattered.
+        ids = random.integers(0, engine.config.vocab, (6, 15))
+        texts = [list(row[:2]) for row in ids[:3]], [list(row) for row in ids[3:]]
+        for _ in range(3):
+            for more in ({}, {"logits_bytes": 2 * 4 * engine.config.vocab}):
+                scores = [e.score(*texts, **more) for e in (engine, eager)]
+                for ours, theirs in zip(*scores, strict=True):
+                    assert all(map(np.array_equal, ours.log_probs, theirs.log_probs))
+            assert np.array_equal(engine.prefill(ids[0]).logits, eager.prefill(ids[0]).logits)
+        assert engine.stats().failures == 0 and engine.stats().hits > 2 * engine.stats().misses
+
+
+def test_logits_that_cannot_be_moved_are_made_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    with load(graphs="off") as eager, load() as engine:
+        random = np.random.default_rng(7)
+        prompts = random.integers(0, engine.config.vocab, (6, 20))
+        want = [logits(eager, ids) for ids in prompts]
+
+        def refuse(graph: Graph) -> None:
+            raise CudaError("refused", code=1, name="CUDA_ERROR_INVALID_VALUE", call="")
+
+        monkeypatch.setattr(Graph, "update", refuse)
+        found = [engine.prefill(ids) for ids in prompts]
+        assert all(np.array_equal(x.logits, y) for x, y in zip(found, want, strict=True))
+        stats = engine.stats()
+        assert (stats.hits, stats.misses, stats.failures, stats.graphs) == (5, 1, 1, 1)
 
 
 @pytest.mark.parametrize("kv_dtype", ["f16", "e4m3"])
@@ -219,11 +272,12 @@ def test_launches_overlap_within_a_graph(
         for _ in range(2):
             engine.prefill([1, 2, 3])
         recorded = engine.model._decoder.recorded(Shape(3, 3, 1, 1, fresh=True))
-        assert recorded.graph is not None
-        launches = recorded.body.launches
+        assert recorded.whole is not None and recorded.head is not None
+        launches = recorded.body.launches + recorded.head.launches
     able = gpu.device.compute_capability >= (9, 0) and overlap == "auto"
     expected = [PROGRAMMATIC if able and x.kernel.spec.dependent else 0 for x in launches[1:]]
     expected += [0, 0]  # from the event to the upload, and from that to the first kernel
+    expected += [0, 0]  # from the last kernel to the copy, and from that to the other event
     assert sorted(kinds) == sorted(expected)
 
 

@@ -70,6 +70,9 @@ def test_host_bench(
             parts = values[: len(bench.PARTS)].sum(0)
             assert (1e3 * np.array(found["wall_ms"]) < parts).all()
         assert row["driver"]["cuGraphLaunch"]["calls"] == [1, 1]
+        assert "cuGraphExecKernelNodeSetParams" not in row["driver"]
+        if weights == "fp16":
+            assert row["driver_held"]["cuGraphExecKernelNodeSetParams"]["calls"] == [1, 1]
     assert record["steady"]["device_memory_calls"] == {}
     assert abs(record["steady"]["growth_bytes"]) < 30 * 100
     assert ("launch_us" in record) == (weights == "fp16")
