@@ -363,15 +363,18 @@ def _scores(work: Work) -> None:
     count, vocab = work.count(), work.given["vocab"]
     work.covers(0, count)
     logits, first = work.rows("logits", count), work.rows("first", count + 1)
-    log_probs, greedy = (work.rows(name, int(first[-1])) for name in ("log_probs", "greedy"))
+    top, names = work.given["top"], ("log_probs", "best", "values")
+    outputs = [work.rows(name, int(first[-1])) for name in names]
     tokens = work.rows("tokens", int(first[-1]))[first[0] :]
     each = np.diff(first)
     work.require(logits.shape[1] == vocab, f"{vocab} columns of logits {logits.shape}")
     work.require(first[0] >= 0 and (each >= 0).all(), f"targets from {first}")
-    work.require(((tokens >= 0) & (tokens < vocab)).all(), f"tokens {tokens} of {vocab}")
+    work.require((tokens < vocab).all(), f"tokens {tokens} of {vocab}")
+    work.require([out.shape[1:] for out in outputs] == [(), (top,), (top,)], f"the best {top}")
     rows = np.repeat(np.arange(count, dtype=np.int32), each)
-    found = token_scores(logits.copy(), Targets(rows, tokens))
-    log_probs[first[0] :], greedy[first[0] :] = found
+    found = token_scores(logits.copy(), Targets(rows, tokens), top)
+    for out, values in zip(outputs, found[1:], strict=True):
+        out[first[0] :] = values
 
 
 def _pool(work: Work) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
@@ -12,10 +13,12 @@ from numpy.typing import ArrayLike, NDArray
 from pyruntime.engine.interface import Ids, Model, Timeout
 from pyruntime.engine.prefills import Prefills
 from pyruntime.gguf import Value
+from pyruntime.model.any_cache import AnyCache
 from pyruntime.model.batch import Batch, Rows
 from pyruntime.model.calls import Call, named
 from pyruntime.model.packing import Part
-from pyruntime.model.scoring import Score, Scored, windows
+from pyruntime.model.scores import GREEDY, TokenScores
+from pyruntime.model.scoring import Score, Scored, ScoredRows, windows
 from pyruntime.model.tokens import check_tokens
 from pyruntime.turns import Deadline
 
@@ -122,8 +125,7 @@ class Texts(Prefills):
     def _score(
         self, texts: Sequence[tuple[Rows, Rows]], most: int, deadline: Deadline
     ) -> list[Score]:
-        if most < 1:
-            raise ValueError(f"logits_bytes={most}: at least 1")
+        _check_bytes(most)
         scored = Scored(texts)
 
         def step(_: Any, asked: Sequence[Call], batch: Batch, parts: list[Part]) -> None:
@@ -133,6 +135,55 @@ class Texts(Prefills):
         if scored.calls:
             self._run(scored.calls, step, deadline)
         return scored.results()
+
+    def score_rows(
+        self,
+        prompts: Sequence[Ids],
+        rows: Sequence[Ids],
+        tokens: Sequence[Ids],
+        *,
+        top: int = 1,
+        cache: Sequence[AnyCache] | None = None,
+        logits_bytes: int = LOGITS_BYTES,
+        timeout: Timeout = None,
+    ) -> tuple[list[TokenScores], dict[str, float]]:
+        """`prefill` of a list of prompts, with scores of one token per row instead of logits.
+
+        Args:
+            prompts: token ids of each.
+            rows: of each the positions of its ids that are followed by what is scored, ascending,
+                one at least.
+            tokens: of each as many tokens as rows, those that follow; -1: the likeliest.
+            top: how many of the likeliest tokens are told, 1 to the vocabulary.
+            cache: see `prefill`. logits_bytes: what logits may take at a time.
+
+        Returns: the scores of each prompt's rows, and the seconds of the call, as
+            `Result.timings` has them.
+
+        Raises: as `prefill`.
+        """
+        started, deadline, vocab = time.perf_counter(), Deadline.of(timeout), self.config.vocab
+        _check_bytes(logits_bytes)
+        if not 1 <= top <= vocab:
+            raise ValueError(f"top={top}: 1 to the {vocab} tokens of the vocabulary")
+        count = len(prompts)
+        caches = [None] * count if cache is None else cache
+        for name, given in (("rows", rows), ("tokens", tokens), ("cache", caches)):
+            if len(given) != count:
+                raise ValueError(f"{name}: a list of {count} is needed, one for each prompt")
+        parts = zip(prompts, caches, rows, range(count), strict=True)
+        asked = named(parts, lambda part: self._call(*part, None))
+        targets = named(zip(tokens, asked, strict=True), lambda pair: _targets(*pair, vocab))
+        scored = ScoredRows(asked, targets)
+
+        def step(_: Any, asked: Sequence[Call], batch: Batch, parts: list[Part]) -> None:
+            wanted = scored.targets(batch, parts)
+            found = self._model.score(batch, wanted, most_bytes=logits_bytes, top=top)
+            scored.take(batch, parts, found)
+
+        timings = self._run(asked, step, deadline) if asked else {}
+        timings["wall"] = time.perf_counter() - started
+        return scored.results(), timings
 
     def perplexity(
         self,
@@ -229,3 +280,18 @@ class Texts(Prefills):
     def _stop_ids(self) -> frozenset[int]:
         # A model without a vocabulary has no end-of-sequence token.
         return frozenset(self.tokenizer.eos_ids if self.has_vocabulary else ())
+
+
+def _check_bytes(logits_bytes: int) -> None:
+    if logits_bytes < 1:
+        raise ValueError(f"logits_bytes={logits_bytes}: at least 1")
+
+
+def _targets(tokens: Ids, call: Call, vocab: int) -> Rows:
+    """Of each row of a call. Raises ValueError."""
+    found = np.asarray(tokens)
+    if found.shape != call.logits.shape or found.dtype.kind not in "iu":
+        raise ValueError(f"{len(call.logits)} rows, and tokens {found.dtype} {found.shape}")
+    if found.min() < GREEDY or found.max() >= vocab:
+        raise ValueError(f"tokens from {found.min()} to {found.max()}; there are {vocab}")
+    return found.astype(np.int32)

@@ -138,8 +138,7 @@ def activation_layout(c: ModelConfig, max_tokens: int) -> Layout:
         "swiglu": ((max_tokens, c.ffn), "float16"),
         "counts": ((max_tokens + 1,), "int32"),  # of n rows, for launches that take them there
         "targets": ((2 * max_tokens + 1,), "int32"),  # first ones of rows, and tokens that follow
-        "log_probs": ((max_tokens,), "float32"),
-        "greedy": ((max_tokens,), "int32"),
+        "scores": ((max_tokens, 3), "int32"),  # see `model.readout.Scorer`
         "spans": ((kept, 2), "int32"),  # of a prompt's rows that are summed: the first, how many
         "last_x": ((kept, c.hidden), "float32"),
         "last_attended": ((kept, q), "float16"),

@@ -361,29 +361,33 @@ class GpuModel:
             batch.store()
         return Output(out, sums)
 
-    def score(self, batch: Batch, targets: Targets, *, most_bytes: int) -> TokenScores:
+    def score(
+        self, batch: Batch, targets: Targets, *, most_bytes: int, top: int = 1
+    ) -> TokenScores:
         """`run`, with the scores of tokens after its rows instead of logits.
 
         Args:
             targets: by the rows whose logits are wanted, counted from 0.
             most_bytes: of logits at a time; one row is always made.
+            top: how many of the likeliest tokens, 1 to vocab.
 
         Raises: as `run`.
         """
         vocab = self.config.vocab
         most = max(most_bytes // (4 * vocab), 1)
-        found = TokenScores.empty(targets)
+        found = TokenScores.empty(len(targets.rows), top)
         with self._entry():
             form, decoder = self._begin(batch), self._decoder
             pieces = decoder.pieces(form, batch, most)
             rows = max((piece.rows for piece in pieces), default=0)
-            logits = DeviceArray(self.device, (rows, vocab), np.float32, what="logits of a piece")
+            shape, what = (rows, vocab), "logits of a piece"
+            logits = DeviceArray(self.device, shape, FLOAT32, what=what, spare=True)
             self._underway.begin(self._streams, batch, logits)
             with self._at_work:
                 recorded = decoder.recorded(form)
                 scorer = Scorer(
                     self.library, decoder.activations, partial(decoder.head, recorded), pieces,
-                    targets, logits,
+                    targets, logits, top,
                 )  # fmt: skip
                 for part in scorer.parts:
                     passes = scorer.passes(part)
@@ -393,7 +397,6 @@ class GpuModel:
                         self._go_on(passes)
                     scorer.download(part, found)
             batch.store()
-            logits.close()
         return found
 
     def _begin(self, batch: Batch) -> Shape:

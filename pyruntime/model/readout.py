@@ -21,7 +21,7 @@ Activations = Mapping[str, DeviceArray]
 
 
 class Scorer:
-    """The scores of a pass's targets, `parts` of them one after the other.
+    """The scores of a pass's targets, `parts` of them one after the other, with the `top` likeliest.
 
     Args:
         head: makes what makes the logits of a piece, see `Decoder.head`.
@@ -40,11 +40,17 @@ class Scorer:
         pieces: list[Piece],
         targets: Targets,
         logits: DeviceArray,
+        top: int,
     ) -> None:
         self._library, self._activations, self._head = library, activations, head
         self._pieces, self._targets, self._logits = pieces, targets, logits
         self._made: Piece | None = None  # whose logits there are
-        (room,) = activations["log_probs"].shape
+        scores, self._top = activations["scores"], top
+        room, words = scores.shape
+        most = min(room, len(targets.rows))
+        if most * (1 + 2 * top) > room * words:
+            scores = DeviceArray(scores.device, (most, 1 + 2 * top), np.int32, what="scores")
+        self._scores = scores
         starts = range(0, max(len(targets.rows), 1), room)
         self.parts = [slice(start, start + room) for start in starts]
 
@@ -63,8 +69,11 @@ class Scorer:
         return self._passes(first, buffer.rows(count + 1, count + 1 + len(tokens)))
 
     def _passes(self, first: Rows, tokens: DeviceArray) -> Iterator[Pass]:
-        act, (count,) = self._activations, tokens.shape
-        log_probs, greedy = (act[name].rows(0, count) for name in ("log_probs", "greedy"))
+        act, (count,), top = self._activations, tokens.shape, self._top
+        # One after the other, so that one copy brings all.
+        log_probs = self._scores.view(0, (count,), np.float32)
+        values = self._scores.view(4 * count, (count, top), np.float32)
+        best = self._scores.view(4 * count * (1 + top), (count, top), np.int32)
         for piece in self._pieces:
             end = piece.before + piece.rows
             if first[piece.before] == first[end]:
@@ -77,15 +86,26 @@ class Scorer:
             scores(
                 program, self._library, rows=piece.counted, max_rows=piece.rows, logits=logits,
                 first=act["targets"].rows(piece.before, end + 1), tokens=tokens,
-                log_probs=log_probs, greedy=greedy,
+                log_probs=log_probs, best=best, values=values,
             )  # fmt: skip
             yield Pass(program)
 
     def download(self, part: slice, found: TokenScores) -> None:
         """Scores of a part of the targets, once its passes are over."""
-        count = len(found.log_probs[part])
-        found.log_probs[part] = np.asarray(self._activations["log_probs"].rows(0, count))
-        found.greedy[part] = np.asarray(self._activations["greedy"].rows(0, count))
+        tokens = self._targets.tokens[part]
+        count, top = len(tokens), self._top
+        words = np.asarray(self._scores.view(0, (count * (1 + 2 * top),), np.int32))
+        log_probs, values, best = np.split(words, (count, count * (1 + top)))
+        best = best.reshape(count, top)
+        found.put(
+            part,
+            TokenScores(
+                np.where(tokens < 0, best[:, 0], tokens),
+                log_probs.view(np.float32),
+                best,
+                values.view(np.float32).reshape(count, top),
+            ),
+        )
 
 
 class Pooled:

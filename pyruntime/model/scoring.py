@@ -79,18 +79,11 @@ class Scored:
 
     def targets(self, batch: Batch, parts: list[Part]) -> Targets:
         """What a pass is to score, by the rows of its logits."""
-        found = [NONE], [NONE]
-        before = 0
-        for part, prompt in zip(parts, batch.prompts, strict=True):
-            _, own = self._targets[part.prompt].within(part.first, part.last)
-            found[0].append(np.searchsorted(prompt.logits, own.rows).astype(np.int32) + before)
-            found[1].append(own.tokens)
-            before += len(prompt.logits)
-        return Targets(*map(np.concatenate, found))
+        return _of_pass(self._targets, batch, parts)
 
     def take(self, parts: list[Part], found: TokenScores) -> None:
         """The scores of the targets of a pass. Those of a text come in their order."""
-        log_probs, greedy = (iter(values.tolist()) for values in found)
+        log_probs, greedy = iter(found.log_probs.tolist()), iter(found.greedy.tolist())
         for part in parts:
             own, _ = self._targets[part.prompt].within(part.first, part.last)
             for owner in self._owners[part.prompt][own].tolist():
@@ -100,6 +93,47 @@ class Scored:
     def results(self) -> list[Score]:
         """Of each text."""
         return self._results
+
+
+class ScoredRows:
+    """What passes find of calls whose rows have one target each.
+
+    Args:
+        calls: whose `logits` are the rows. tokens: of each call the targets of its rows.
+    """
+
+    def __init__(self, calls: Sequence[Call], tokens: Sequence[Rows]) -> None:
+        pairs = zip(calls, tokens, strict=True)
+        self._targets = [Targets(call.logits, own) for call, own in pairs]
+        self._found: list[list[TokenScores]] = [[] for _ in calls]
+
+    def targets(self, batch: Batch, parts: list[Part]) -> Targets:
+        """What a pass is to score, by the rows of its logits."""
+        return _of_pass(self._targets, batch, parts)
+
+    def take(self, batch: Batch, parts: list[Part], found: TokenScores) -> None:
+        """The scores of the targets of a pass."""
+        before = 0
+        for part, prompt in zip(parts, batch.prompts, strict=True):
+            count = len(prompt.logits)
+            self._found[part.prompt].append(found.part(slice(before, before + count)))
+            before += count
+
+    def results(self) -> list[TokenScores]:
+        """Of each call."""
+        return [TokenScores.joined(parts) for parts in self._found]
+
+
+def _of_pass(targets: Sequence[Targets], batch: Batch, parts: list[Part]) -> Targets:
+    """Targets of each call's rows as those of a pass, by the rows of its logits."""
+    found = [NONE], [NONE]
+    before = 0
+    for part, prompt in zip(parts, batch.prompts, strict=True):
+        _, own = targets[part.prompt].within(part.first, part.last)
+        found[0].append(np.searchsorted(prompt.logits, own.rows).astype(np.int32) + before)
+        found[1].append(own.tokens)
+        before += len(prompt.logits)
+    return Targets(*map(np.concatenate, found))
 
 
 def windows(ids: Rows, size: int, stride: int) -> list[tuple[Rows, Rows]]:

@@ -151,20 +151,23 @@ class ReferenceModel:
         batch.store()
         return Output(np.concatenate(logits) if len(batch.logits) else None, np.array(sums))
 
-    def score(self, batch: Batch, targets: Targets, *, most_bytes: int) -> TokenScores:
+    def score(
+        self, batch: Batch, targets: Targets, *, most_bytes: int, top: int = 1
+    ) -> TokenScores:
         """`run`, with the scores of tokens after its rows instead of logits.
 
         Args:
             targets: by the rows whose logits are wanted, counted from 0.
             most_bytes: of logits at a time; one row is always made.
+            top: how many of the likeliest tokens, 1 to vocab.
         """
-        most, found = max(most_bytes // (4 * self.config.vocab), 1), TokenScores.empty(targets)
+        most = max(most_bytes // (4 * self.config.vocab), 1)
+        found = TokenScores.empty(len(targets.rows), top)
         rows = zip(batch.prompts, self._normed(batch), strict=True)
         x = np.concatenate([x[p.logits] for p, x in rows])
         for first in range(0, len(x), most):
             part, own = targets.within(first, first + most)
-            scores = token_scores(self._logits(x[first : first + most]), own)
-            found.log_probs[part], found.greedy[part] = scores
+            found.put(part, token_scores(self._logits(x[first : first + most]), own, top))
         batch.store()
         return found
 

@@ -1,23 +1,40 @@
-"""What a client gets: OpenAI's text_completion objects, whole or in pieces as they come."""
+"""What a client gets: OpenAI's text_completion objects, whole or in pieces as they come.
+
+They are put together as text: of prompts that are scored most of an answer are numbers and names of
+tokens, which takes several times as long through dictionaries.
+"""
 
 from __future__ import annotations
 
 import json
 import time
 import uuid
-from collections.abc import Sequence as Items
+from collections.abc import Iterable
 from functools import cached_property
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
+from pyruntime.model.scores import TokenScores
 from pyruntime.serve.protocol import Asked
-from pyruntime.serve.scores import Scores
 from pyruntime.serve.sequence import Sequence
 from pyruntime.serve.texts import Offsets, Texts, joined
+
+_THREE_DIGITS = [f"{n:03}" for n in range(1000)]
 
 
 def dumped(record: Any) -> bytes:
     """Strict JSON."""
-    return json.dumps(record, allow_nan=False, separators=(",", ":")).encode()
+    return _json(record).encode()
+
+
+def _json(record: Any) -> str:
+    return json.dumps(record, allow_nan=False, separators=(",", ":"))
+
+
+def _array(items: Iterable[str]) -> str:
+    return f"[{','.join(items)}]"
 
 
 class Answer:
@@ -26,12 +43,13 @@ class Answer:
     def __init__(self, asked: Asked, texts: Texts, model: str) -> None:
         self._asked = asked
         self._texts = texts
-        self._head = {
+        head = {
             "id": f"cmpl-{uuid.uuid4().hex}",
             "object": "text_completion",
             "created": int(time.time()),
             "model": model,
         }
+        self._head = _json(head)[:-1]
         self.sequences = [
             Sequence(
                 ids,
@@ -43,49 +61,68 @@ class Answer:
             )
             for ids in asked.prompts
         ]
-        self._pieces: dict[int, _Pieces] = {}
+        self._pieces = [
+            _Pieces(sequence, asked, texts, text)
+            for sequence, text in zip(self.sequences, asked.texts, strict=True)
+        ]
         self._over: set[int] = set()  # choices whose end was told
 
-    def whole(self, timings: dict[str, float]) -> dict[str, Any]:
-        """The answer once all sequences are over, with the seconds that it took."""
-        choices = [self._next(place) for place in range(len(self.sequences))]
-        return {**self._head, "choices": choices, **self._usage(), "timings": timings}
+    @property
+    def numbers(self) -> int:
+        """About how many log-probabilities there are to be told."""
+        asked = self._asked
+        if asked.logprobs is None:
+            return 0
+        tokens = sum(map(len, asked.prompts)) if asked.echo else 0
+        return (tokens + len(asked.prompts) * asked.max_tokens) * (1 + asked.logprobs)
 
-    def chunk(self, sequence: Sequence) -> dict[str, Any] | None:
+    def prepare(self) -> None:
+        """Makes what can be made of the answer before the engine has."""
+        for pieces in self._pieces:
+            pieces.prepare()
+
+    def whole(self, timings: dict[str, float]) -> bytes:
+        """The answer once all sequences are over, with the seconds that it took."""
+        choices = [self._next(place)[1] for place in range(len(self.sequences))]
+        return self._record(choices, usage=self._usage(), timings=timings)
+
+    def chunk(self, sequence: Sequence) -> bytes | None:
         """What is new of one of the sequences since the chunk before; None for nothing."""
         if not (sequence.tokens or sequence.finish):
             return None  # in the midst of its prompt
-        choice = self._next(self.sequences.index(sequence))
-        if choice["text"] or choice["finish_reason"] or choice["logprobs"]:
-            return {**self._head, "choices": [choice]}
-        return None
+        new, choice = self._next(self.sequences.index(sequence))
+        return self._record([choice]) if new else None
 
-    def last_chunks(self) -> list[dict[str, Any]]:
+    def last_chunks(self) -> list[bytes]:
         """What no chunk has told once all sequences are over."""
         untold = [sequence for n, sequence in enumerate(self.sequences) if n not in self._over]
         chunks = [chunk for sequence in untold if (chunk := self.chunk(sequence))]
         if self._asked.include_usage:
-            chunks.append({**self._head, "choices": [], **self._usage()})
+            chunks.append(self._record([], usage=self._usage()))
         return chunks
 
-    def _next(self, place: int) -> dict[str, Any]:
-        if place not in self._pieces:
-            sequence, text = self.sequences[place], self._asked.texts[place]
-            self._pieces[place] = _Pieces(sequence, self._asked, self._texts, text)
+    def _record(self, choices: list[str], **more: dict[str, Any]) -> bytes:
+        tail = "".join(f',"{name}":{_json(value)}' for name, value in more.items())
+        return f'{self._head},"choices":{_array(choices)}{tail}}}'.encode()
+
+    def _next(self, place: int) -> tuple[bool, str]:
+        """Whether there is anything new of a choice, and that."""
         text, logprobs, finish = self._pieces[place].next()
         if finish:
             self._over.add(place)
-        return {"text": text, "index": place, "logprobs": logprobs, "finish_reason": finish}
+        choice = (
+            f'{{"text":{_json(text)},"index":{place},"logprobs":{logprobs or "null"},'
+            f'"finish_reason":{_json(finish)}}}'
+        )
+        return bool(text or logprobs or finish), choice
 
-    def _usage(self) -> dict[str, Any]:
+    def _usage(self) -> dict[str, int]:
         prompt = sum(len(s.prompt) for s in self.sequences)
         completion = sum(len(s.tokens) for s in self.sequences)
         return {
-            "usage": {
-                "prompt_tokens": prompt,
-                "completion_tokens": completion,
-                "total_tokens": prompt + completion,
-            }
+            "prompt_tokens": prompt,
+            "completion_tokens": completion,
+            "total_tokens": prompt + completion,
         }
 
 
@@ -100,6 +137,13 @@ class _Pieces:
         self._text = text
         self._offsets: Offsets | None = None  # of the completion
 
+    def prepare(self) -> None:
+        """Makes what an answer has of the prompt alone."""
+        if self._asked.echo:
+            self._prompt_text  # noqa: B018
+            if self._asked.logprobs is not None:
+                self._prompt_names, self._prompt_starts  # noqa: B018
+
     @cached_property
     def _prompt_pieces(self) -> list[bytes]:
         pieces = self._texts.pieces(self._sequence.prompt)
@@ -111,8 +155,16 @@ class _Pieces:
     def _prompt_text(self) -> str:
         return joined(self._prompt_pieces) if self._text is None else self._text
 
-    def next(self) -> tuple[str, dict[str, Any] | None, str | None]:
-        """Its text, its log-probabilities, and why it ended, if it did."""
+    @cached_property
+    def _prompt_names(self) -> list[str]:
+        return self._texts.quoted(self._sequence.prompt.tolist())
+
+    @cached_property
+    def _prompt_starts(self) -> list[str]:
+        return [*map(str, Offsets(0).take(self._prompt_pieces))]
+
+    def next(self) -> tuple[str, str | None, str | None]:
+        """Its text, its log-probabilities as JSON, and why it ended, if it did."""
         reply, finish = self._sequence.reply, self._sequence.finish
         until = len(reply.text) if finish else reply.settled
         text = reply.text[self._shown : until]
@@ -123,43 +175,65 @@ class _Pieces:
         self._echo = False
         return text, logprobs, finish
 
-    def _logprobs(self) -> dict[str, Any]:
-        sequence = self._sequence
-        ids = sequence.tokens[self._told :]
-        scores = sequence.scores
-        first = len(scores) - len(ids)
+    def _logprobs(self) -> str:
+        """Of tokens that have not been told."""
+        ids = self._sequence.tokens[self._told :]
+        names = self._texts.quoted(ids)
         self._offsets = self._offsets or Offsets(len(self._prompt_text))
-        starts = [self._offsets.take(p) for p in self._texts.pieces(ids, begins=False)]
-        values, tops = self._rows(scores.rows(first, len(scores)))
+        starts = [*map(str, self._offsets.take(self._texts.pieces(ids, begins=False)))]
+        scores = self._sequence.scores
         if self._echo:
-            at = Offsets(0)
-            starts = [*map(at.take, self._prompt_pieces), *starts]
-            prompt_values, prompt_tops = self._rows(scores.rows(0, first))
-            values, tops = [None, *prompt_values, *values], [None, *prompt_tops, *tops]
-            ids = [*sequence.prompt.tolist(), *ids]
-        self._told = len(sequence.tokens)
-        return {
-            "tokens": [self._texts.token(id) for id in ids],
-            "token_logprobs": values,
-            "top_logprobs": tops,
-            "text_offset": starts,
-        }
+            names, starts = self._prompt_names + names, self._prompt_starts + starts
+            values, tops = self._rows(scores, names[1:])
+            values, tops = ["null", *values], ["null", *tops]
+        else:
+            values, tops = self._rows(
+                scores.part(slice(len(scores.tokens) - len(ids), None)), names
+            )
+        self._told += len(ids)
+        return (
+            f'{{"tokens":{_array(names)},"token_logprobs":{_array(values)},'
+            f'"top_logprobs":{_array(tops)},"text_offset":{_array(starts)}}}'
+        )
 
-    def _rows(self, scores: Scores) -> tuple[list[Any], list[Any]]:
-        """The log-probability of each token, and that of the likeliest by their texts."""
-        chosen = scores.chosen.tolist()
-        rows = zip(scores.tokens.tolist(), chosen, scores.best.tolist(), scores.values.tolist(),
-                   strict=True)  # fmt: skip
-        return chosen, [self._top([*best, id], [*values, own]) for id, own, best, values in rows]
+    def _rows(self, scores: TokenScores, own: list[str]) -> tuple[list[str], list[str]]:
+        """The log-probability of each token, and that of the likeliest by their names; tokens are
+        called `own`."""
+        chosen = _numbers(scores.log_probs)
+        top, rows = scores.best.shape[1], zip(own, chosen, strict=True)
+        names, values = self._texts.quoted(scores.best.ravel().tolist()), _numbers(scores.values)
+        if top != 1:
+            cuts = range(0, top * len(own), top) if top else [0] * len(own)
+            return chosen, [
+                _top([*names[at : at + top], name], [*values[at : at + top], value])
+                for at, (name, value) in zip(cuts, rows, strict=True)
+            ]
+        return chosen, [  # as `_top`, but faster
+            f"{{{best}:{most}}}" if best == name else f"{{{best}:{most},{name}:{value}}}"
+            for best, most, (name, value) in zip(names, values, rows, strict=True)
+        ]
 
-    def _top(self, ids: Items[int], values: Items[float]) -> dict[str, float]:
-        """By text; of tokens that look the same the likelier one."""
-        found: dict[str, float] = {}
-        for id, value in zip(ids, values, strict=True):
-            found.setdefault(self._texts.token(id), value)
-        return found
+
+def _top(names: list[str], values: list[str]) -> str:
+    """Of tokens that look the same the likelier one, which comes first."""
+    found: dict[str, str] = {}
+    for name, value in zip(names, values, strict=True):
+        found.setdefault(name, value)
+    return f"{{{','.join(f'{name}:{value}' for name, value in found.items())}}}"
 
 
-def event(record: Any) -> bytes:
+def _numbers(log_probs: NDArray[np.float32]) -> list[str]:
+    """As JSON has them, to a millionth. Raises ValueError: one is not finite."""
+    if not np.isfinite(log_probs).all():
+        raise ValueError("a log-probability is not finite, and so not JSON compliant")
+    millionths = (log_probs.ravel() * np.float64(-1e6)).round().clip(0, 1e18).astype(np.int64)
+    ones, rest = np.divmod(millionths, 1_000_000)
+    high, low = np.divmod(rest, 1000)
+    digits, parts = _THREE_DIGITS, (part.tolist() for part in (ones, high, low))
+    # Half the time of float.__repr__.
+    return [f"-{a}.{digits[b]}{digits[c]}" for a, b, c in zip(*parts, strict=True)]
+
+
+def event(record: bytes) -> bytes:
     """A server-sent event."""
-    return b"data: " + (record if isinstance(record, bytes) else dumped(record)) + b"\n\n"
+    return b"data: " + record + b"\n\n"

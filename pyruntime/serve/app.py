@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
 from importlib.resources import files
@@ -34,6 +35,8 @@ T = TypeVar("T")
 
 RETRY_SECONDS = 1
 ASIDE_BYTES = 1 << 14  # a body of more is read in another thread, lest others wait for it
+ASIDE_NUMBERS = 1 << 13  # an answer of more log-probabilities is put together in one, too
+AT_WORK = 0.002  # seconds after which the engine is at work on a request that did not have to wait
 DRAINED = 4  # times the largest body: so much is read to refuse a body in so many words
 # The page reaches nothing but this server, whatever is in the model's text.
 PAGE_POLICY = (
@@ -47,7 +50,6 @@ def create_app(worker: Worker, texts: Texts, name: str, created: int, limits: Li
     service = _Service(worker, texts, name, created, limits)
     app = FastAPI(title="pyruntime", openapi_url=None)
     for method, path, endpoint in (
-        ("POST", "/v1/completions", service.completions),
         ("GET", "/v1/models", service.models),
         ("GET", "/v1/models/{model:path}", service.model),
         ("POST", "/tokenize", service.tokenize),
@@ -59,6 +61,8 @@ def create_app(worker: Worker, texts: Texts, name: str, created: int, limits: Li
         ("GET", "/", service.page),
     ):
         app.add_api_route(path, endpoint, methods=[method], response_model=None)
+    # Not through FastAPI, whose part in a request takes 60 us.
+    app.add_route("/v1/completions", service.completions, methods=["POST"])
     for kind in (PyruntimeError, ClientDisconnect, TimeoutError, HTTPException, Exception):
         app.add_exception_handler(kind, service.failed)
     return app
@@ -83,9 +87,9 @@ class _Service:
             if asked.stream:
                 return self._streamed(asked, answer, deadline)
             job = Job(answer.sequences)
-            await self._done(request, job)
-            aside = aside or asked.logprobs is not None
-            return _json(await _run(lambda: dumped(answer.whole(job.timings)), aside=aside))
+            await self._done(request, job, None if aside else answer.prepare)
+            aside = answer.numbers > ASIDE_NUMBERS
+            return _json(await _run(self._write, answer, job, aside=aside))
 
     async def models(self) -> Response:
         return _json({"object": "list", "data": [self._model()]})
@@ -104,16 +108,24 @@ class _Service:
         }  # fmt: skip
 
     def _read(self, body: bytes) -> tuple[Asked, Answer]:
-        config = self._worker.engine.config
+        began, config = time.perf_counter(), self._worker.engine.config
         record = read_json(body)
         asked = read_completion(record, self._name, self._texts, config.vocab, self._limits)
-        return asked, Answer(asked, self._texts, self._name)
+        answer = Answer(asked, self._texts, self._name)
+        self._worker.counts.read_seconds += time.perf_counter() - began
+        return asked, answer
+
+    def _write(self, answer: Answer, job: Job) -> bytes:
+        began = time.perf_counter()
+        body = answer.whole(job.timings)
+        self._worker.counts.write_seconds += time.perf_counter() - began
+        return body
 
     def _streamed(self, asked: Asked, answer: Answer, deadline: float) -> Response:
         loop = asyncio.get_running_loop()
-        chunks: asyncio.Queue[dict[str, Any] | None] = asyncio.Queue()
+        chunks: asyncio.Queue[bytes | None] = asyncio.Queue()
 
-        def put(chunk: dict[str, Any] | None) -> None:
+        def put(chunk: bytes | None) -> None:
             with suppress(RuntimeError):  # the loop is closed: nobody listens
                 loop.call_soon_threadsafe(chunks.put_nowait, chunk)
 
@@ -132,16 +144,16 @@ class _Service:
         self,
         job: Job,
         answer: Answer,
-        chunks: asyncio.Queue[dict[str, Any] | None],
+        chunks: asyncio.Queue[bytes | None],
         deadline: float,
     ) -> AsyncIterator[bytes]:
         clock = asyncio.get_running_loop().time
         try:
             while chunk := await asyncio.wait_for(chunks.get(), deadline - clock()):
-                yield event(dumped(chunk))
+                yield event(chunk)
             job.done.result()
             for chunk in answer.last_chunks():
-                yield event(dumped(chunk))
+                yield event(chunk)
             yield event(b"[DONE]")
         except Exception as error:  # the head of the answer has been sent
             yield event(dumped(self._told(error).record()))
@@ -226,13 +238,23 @@ class _Service:
                 str(error), status=429, kind="overloaded", code="queue_full", headers=retry
             ) from None
 
-    async def _done(self, request: Request, job: Job) -> Any:
-        """The result of a job, of which nothing is left if the client goes before that."""
+    async def _done(
+        self, request: Request, job: Job, meanwhile: Callable[[], object] | None = None
+    ) -> Any:
+        """The result of a job, of which nothing is left if the client goes before that.
+
+        `meanwhile` is called if it takes longer than it takes to get an engine to work.
+        """
         self._submit(job)
         done = asyncio.wrap_future(job.done)
         gone = asyncio.ensure_future(_disconnected(request))
+        first = asyncio.FIRST_COMPLETED
         try:
-            await asyncio.wait((done, gone), return_when=asyncio.FIRST_COMPLETED)
+            if meanwhile:
+                over, _ = await asyncio.wait((done, gone), timeout=AT_WORK, return_when=first)
+                if not over:
+                    meanwhile()
+            await asyncio.wait((done, gone), return_when=first)
             if not done.done():
                 raise ClientDisconnect
             return done.result()

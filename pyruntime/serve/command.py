@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from pyruntime.engine import Engine
 
 BACKLOG = 2048  # connections that wait to be accepted
+SWITCH = 5e-4  # seconds that a thread may go on where the one that has the engine wants to
 KEEP_ALIVE = 60  # seconds for which a connection may be idle
 
 
@@ -114,6 +115,7 @@ def _serve(args: argparse.Namespace, engine: Engine, listener: socket.socket) ->
         body_bytes=args.max_body,
         seconds=args.timeout,
     )
+    sys.setswitchinterval(SWITCH)
     name = args.name or _name(args.model)
     texts = Texts(engine)
     worker = Worker(engine, max_queue=args.max_queue, cache_tokens=args.cache_tokens)

@@ -231,7 +231,7 @@ def _ids(item: Any, place: str, texts: Texts, vocab: int) -> Rows:
 
 
 def _all(item: Any, kind: type) -> bool:
-    return isinstance(item, list) and all(type(element) is kind for element in item)
+    return isinstance(item, list) and set(map(type, item)) <= {kind}
 
 
 def read_text(record: Mapping[str, Any], texts: Texts) -> Rows:
@@ -248,8 +248,8 @@ def read_text(record: Mapping[str, Any], texts: Texts) -> Rows:
 
 def read_ids(record: Mapping[str, Any], vocab: int) -> Rows:
     """The ids that are to be made a text. Raises RequestError."""
-    ids = record.get("tokens")
-    if not isinstance(ids, list) or not all(type(id) is int for id in ids):
+    ids: Any = record.get("tokens")
+    if not _all(ids, int):
         _refuse("tokens", "must be a list of token ids")
     try:
         return check_tokens(ids, vocab, empty=True)

@@ -8,8 +8,8 @@ from typing import Any, Literal
 
 import numpy as np
 
-from pyruntime.model.batch import NONE, Rows
-from pyruntime.serve.scores import GREEDY, Scores
+from pyruntime.model.batch import Rows, ascending
+from pyruntime.model.scores import GREEDY, TokenScores
 from pyruntime.serve.texts import Reply, Texts
 
 
@@ -18,7 +18,7 @@ class Step:
     """What a sequence gives the engine next.
 
     Attributes:
-        ids: int32 [nt]. rows: the ascending positions of `ids` whose logits are wanted.
+        ids: int32 [nt]. rows: the ascending positions of `ids` that are followed by what is scored.
         targets: the token that each of them is to score, or GREEDY.
     """
 
@@ -59,42 +59,33 @@ class Sequence:
         self.tokens: list[int] = []
         self.reply = Reply(stop)
         self.cache: Any = None
+        self._begun = False
         self._texts = texts
-        self._fed = 0
-        self._scores: list[Scores] = []
+        self._scores: list[TokenScores] = []
         # Nothing is asked of the last token where nothing follows it.
         self._run = len(prompt) if max_tokens else len(prompt) - 1 if scored else 0
         self.finish: Literal["stop", "length"] | None = None if self._run else "length"
+        # Positions of the cache that it needs; 0 if one step does it all.
+        self.capacity = self._run + max_tokens - 1 if max_tokens > 1 else 0
 
-    @property
-    def decoding(self) -> bool:
-        """Whether the prompt is through."""
-        return self._fed >= self._run
-
-    def capacity(self, most_rows: int) -> int:
-        """Positions of the cache that it needs; 0 if one step of `most_rows` logits does it all."""
-        if self.max_tokens > 1 or (self.scored and self._run > most_rows):
-            return self._run + max(self.max_tokens - 1, 0)
-        return 0
-
-    def step(self, most_rows: int) -> Step:
-        """The next tokens, with at most that many rows of logits."""
-        if self.decoding:
+    def step(self) -> Step:
+        """The next tokens."""
+        if self._begun:
             return Step(np.array(self.tokens[-1:], np.int32), _ZERO, _GREEDY)
         if not self.scored:
-            return Step(self.prompt, np.array([self._run - 1], np.int32), _GREEDY)
-        ids = self.prompt[self._fed : min(self._fed + most_rows, self._run)]
-        after = self.prompt[self._fed + 1 : self._fed + 1 + len(ids)]
-        targets = after if len(after) == len(ids) else np.append(after, np.int32(GREEDY))
-        return Step(ids, np.arange(len(ids), dtype=np.int32), targets)
+            return Step(self.prompt, ascending(self._run - 1, self._run), _GREEDY)
+        targets = self.prompt[1:]
+        if self.max_tokens:
+            targets = np.append(targets, np.int32(GREEDY))
+        return Step(self.prompt[: self._run], ascending(0, self._run), targets)
 
-    def take(self, step: Step, scores: Scores) -> None:
-        """What came of a step: scores of its rows."""
-        self._fed += len(step.ids)
-        self._scores.append(scores)
+    def take(self, step: Step, scores: TokenScores) -> None:
+        """What came of a step: scores of its rows, with the `top` likeliest or more."""
+        self._begun = True
+        self._scores.append(scores.with_top(self.top))
         if step.targets[-1] == GREEDY:
             self._follow(int(scores.tokens[-1]))
-        elif self.decoding:  # scored, with nothing to follow
+        else:  # scored, with nothing to follow
             self.finish = "length"
 
     def _follow(self, token: int) -> None:
@@ -110,13 +101,15 @@ class Sequence:
             self.reply.end()
 
     @property
-    def scores(self) -> Scores:
-        """Of all tokens but the first if the prompt is scored, else of the continuation's."""
-        return Scores.joined(self._scores) if self._scores else _nothing(self.top)
+    def scores(self) -> TokenScores:
+        """Of all tokens but the first if the prompt is scored, else of the continuation's.
+
+        With the `top` likeliest, or all that there are; none for 0.
+        """
+        if not self._scores:
+            return TokenScores.empty(0, self.top)
+        self._scores = [TokenScores.joined(self._scores)]
+        return self._scores[0]
 
 
 _ZERO, _GREEDY = np.zeros(1, np.int32), np.full(1, GREEDY, np.int32)
-
-
-def _nothing(top: int) -> Scores:
-    return Scores(NONE, np.empty(0), np.empty((0, top), np.int32), np.empty((0, top)))

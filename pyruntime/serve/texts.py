@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from codecs import getincrementaldecoder
 from collections.abc import Iterable, Sequence
-from typing import Any
+from itertools import accumulate
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,6 +14,8 @@ from numpy.typing import NDArray
 from pyruntime.engine import Engine
 from pyruntime.errors import TokenizerError
 from pyruntime.model.batch import Rows
+
+T = TypeVar("T")
 
 _Decoder = getincrementaldecoder("utf-8")
 
@@ -30,7 +34,9 @@ class Texts:
         self.tokenizer = engine.tokenizer if engine.has_vocabulary else None
         self.stop_ids = frozenset(self.tokenizer.eos_ids if self.tokenizer else ())
         self.adds_bos = self.tokenizer is not None and self.tokenizer.adds_bos
-        self._shown: dict[int, str] = {}
+        # Of each token, as soon as it was asked for.
+        self._pieces: list[bytes | None] = [None] * engine.config.vocab
+        self._quoted: list[str | None] = [None] * engine.config.vocab
 
     def encode(self, text: str, *, add_special: bool = True) -> Rows:
         """The ids of `text`, int32 [tokens], as a prompt: BOS where the model has it, never EOS.
@@ -45,19 +51,36 @@ class Texts:
         self, ids: Sequence[int] | NDArray[np.integer[Any]], *, begins: bool = True
     ) -> list[bytes]:
         """What each of `ids` adds to the text: see `Tokenizer.pieces`."""
+        if begins and self.tokenizer is not None and self.tokenizer.adds_space:
+            return self._made(np.asarray(ids).tolist(), begins=True)
+        return self._looked_up(self._pieces, ids)
+
+    def quoted(self, ids: Sequence[int] | NDArray[np.integer[Any]]) -> list[str]:
+        """How each token is shown, as JSON has it; bytes that are part of a character look like
+        `\\xe2`."""
+        return self._looked_up(self._quoted, ids)
+
+    def _looked_up(
+        self, table: list[T | None], ids: Sequence[int] | NDArray[np.integer[Any]]
+    ) -> list[T]:
+        """What a table has of these, which are below the model's vocabulary."""
+        wanted = ids.tolist() if isinstance(ids, np.ndarray) else ids
+        found: list[Any] = [*map(table.__getitem__, wanted)]
+        if None in found:
+            new = [id for id, there in zip(wanted, found, strict=True) if there is None]
+            for id, piece in zip(new, self._made(new), strict=True):
+                self._quoted[id] = json.dumps(piece.decode(errors="backslashreplace"))
+                self._pieces[id] = piece
+            found = [*map(table.__getitem__, wanted)]
+        return found
+
+    def _made(self, ids: list[int], *, begins: bool = False) -> list[bytes]:
         if self.tokenizer is None:
             return [b" %d" % id for id in ids]
         # Rows of the embedding beyond the vocabulary stand for nothing.
-        known = np.asarray(ids) < self.tokenizer.vocab_size
-        found = iter(self.tokenizer.pieces(np.asarray(ids)[known], begins=begins))
-        return [next(found) if there else b"" for there in known]
-
-    def token(self, id: int) -> str:
-        """How one token is shown; bytes that are part of a character look like `\\xe2`."""
-        if (shown := self._shown.get(id)) is None:
-            (piece,) = self.pieces([id], begins=False)
-            shown = self._shown[id] = piece.decode(errors="backslashreplace")
-        return shown
+        size = self.tokenizer.vocab_size
+        found = iter(self.tokenizer.pieces([id for id in ids if id < size], begins=begins))
+        return [next(found) if id < size else b"" for id in ids]
 
 
 def joined(pieces: Iterable[bytes]) -> str:
@@ -71,11 +94,23 @@ class Offsets:
     def __init__(self, start: int) -> None:
         self._at = start
         self._decoder = _Decoder("replace")
+        self._whole = True  # no character has begun and not ended
 
-    def take(self, piece: bytes) -> int:
-        at = self._at
-        self._at += len(self._decoder.decode(piece))
-        return at
+    def take(self, pieces: Sequence[bytes]) -> list[int]:
+        """Of each of the next pieces."""
+        starts, at, whole = list[int](), self._at, self._whole
+        if whole and b"".join(pieces).isascii():
+            *starts, self._at = accumulate(map(len, pieces), initial=at)
+            return starts
+        for piece in pieces:
+            starts.append(at)
+            if whole and piece.isascii():
+                at += len(piece)
+            else:
+                at += len(self._decoder.decode(piece))
+                whole = not self._decoder.getstate()[0]
+        self._at, self._whole = at, whole
+        return starts
 
 
 class Reply:

@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
 from collections.abc import Sequence as Items
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
-from pyruntime.engine import LOGITS_BYTES, Engine, Result
+from pyruntime.engine import LOGITS_BYTES, Engine
 from pyruntime.errors import PyruntimeError
-from pyruntime.serve.scores import Scores, scores
+from pyruntime.model.scores import TokenScores
 from pyruntime.serve.sequence import Sequence, Step
 
 
@@ -40,8 +36,10 @@ class Counts:
         calls: of the engine; sequences: steps of prompts that these calls ran, so that
             sequences / calls is how well they were packed.
         prompt_tokens, completion_tokens: of requests that were answered.
-        engine_seconds: within calls of the engine; score_seconds: on the host, from logits to
-            log-probabilities.
+        engine_seconds: within calls of the engine; score_seconds: from there until all
+            sequences of a call have what they asked for.
+        read_seconds, write_seconds: of all requests, from their bodies to jobs, and from the scores
+            to the bodies of answers.
     """
 
     requests: int = 0
@@ -55,6 +53,8 @@ class Counts:
     completion_tokens: int = 0
     engine_seconds: float = 0.0
     score_seconds: float = 0.0
+    read_seconds: float = 0.0
+    write_seconds: float = 0.0
 
 
 @dataclass(eq=False)
@@ -78,11 +78,10 @@ class Job:
 
 @dataclass(eq=False)
 class _Turn:
-    """A sequence of a job, and the positions of the cache that it needs."""
+    """A sequence of a job."""
 
     job: Job
     sequence: Sequence
-    capacity: int
 
 
 class Worker:
@@ -91,7 +90,7 @@ class Worker:
     Args:
         max_queue: jobs that are taken and not yet over, at most.
         cache_tokens: positions of all caches together, at most; one is made whatever it takes.
-        logits_bytes: of logits that a call may make, at most (one row is always made).
+        logits_bytes: see `Engine.score`.
     """
 
     def __init__(
@@ -106,14 +105,13 @@ class Worker:
         self.counts = Counts()
         self._max_queue = max_queue
         self._cache_tokens = cache_tokens
-        self._most_rows = max(logits_bytes // (4 * engine.config.vocab), 1)
+        self._logits_bytes = logits_bytes
         self._changed = threading.Condition()
         self._open: set[Job] = set()
         self._tasks: deque[Job] = deque()
         self._waiting: deque[_Turn] = deque()
         self._active: list[_Turn] = []
         self._closing = False
-        self._pool = ThreadPoolExecutor(len(os.sched_getaffinity(0)), "pyruntime-scores")
         self._thread = threading.Thread(target=self._serve, name="pyruntime-worker", daemon=True)
         self._thread.start()
 
@@ -134,8 +132,7 @@ class Worker:
             job.done.set_running_or_notify_cancel()  # only the worker ends it from now on
             if job.task:
                 self._tasks.append(job)
-            turns = [_Turn(job, s, s.capacity(self._most_rows)) for s in job.sequences]
-            self._waiting.extend(turn for turn in turns if not turn.sequence.finish)
+            self._waiting.extend(_Turn(job, s) for s in job.sequences if not s.finish)
             self._changed.notify()
 
     def drop(self, job: Job) -> None:
@@ -162,7 +159,6 @@ class Worker:
             self._closing = True
             self._changed.notify()
         self._thread.join()
-        self._pool.shutdown()
 
     def _serve(self) -> None:
         try:
@@ -212,26 +208,21 @@ class Worker:
             self._end(job, result=result)
 
     def _steps(self) -> list[tuple[_Turn, Step]]:
-        """The steps of the next call: those begun, one token first, then whoever waits longest."""
-        rows, most = 0, self._most_rows
-        steps: list[tuple[_Turn, Step]] = []
-        for turn in sorted(self._active, key=lambda turn: not turn.sequence.decoding):
-            if most > 0:
-                step = turn.sequence.step(most)
-                steps.append((turn, step))
-                rows, most = rows + len(step.ids), most - len(step.rows)
-        reserved = sum(turn.capacity for turn in self._active)
-        while self._waiting and most > 0:
+        """The steps of the next call: those begun, then of whoever waits longest."""
+        steps = [(turn, turn.sequence.step()) for turn in self._active]
+        rows = sum(len(step.ids) for _, step in steps)
+        reserved = sum(turn.sequence.capacity for turn in self._active)
+        while self._waiting:
             turn = self._waiting[0]
-            step = turn.sequence.step(self._most_rows)
-            full = rows + len(step.ids) > self.engine.max_tokens or len(step.rows) > most
-            if (steps and full) or (reserved and reserved + turn.capacity > self._cache_tokens):
+            step, capacity = turn.sequence.step(), turn.sequence.capacity
+            full = rows + len(step.ids) > self.engine.max_tokens
+            if (steps and full) or (reserved and reserved + capacity > self._cache_tokens):
                 break
             self._waiting.popleft()
             self._active.append(turn)
             steps.append((turn, step))
-            rows, most = rows + len(step.ids), most - len(step.rows)
-            reserved += turn.capacity
+            rows += len(step.ids)
+            reserved += capacity
         return steps
 
     def _advance(self, steps: list[tuple[_Turn, Step]]) -> None:
@@ -240,14 +231,14 @@ class Worker:
         for turn, _ in steps:
             turn.job.timings.setdefault("queued", now - turn.job.submitted)
         for cached in (True, False):
-            if some := [x for x in steps if bool(x[0].capacity) == cached]:
+            if some := [x for x in steps if bool(x[0].sequence.capacity) == cached]:
                 self._call(some)
 
     def _call(self, steps: list[tuple[_Turn, Step]]) -> None:
         """One call of the engine. Where it fails each step has one of its own, to find whose."""
         began = time.perf_counter()
         try:
-            results = self._prefill(steps)
+            found, timings = self._scored(steps)
         except Exception as error:  # as it comes; who asked is told
             if len(steps) > 1:
                 for one in steps:
@@ -255,50 +246,38 @@ class Worker:
             else:
                 self._end(steps[0][0].job, error=error)
             return
-        try:
-            rows = [np.asarray(result.logits) for result in results]
-            ran = time.perf_counter()
-            found = self._scores(rows, steps)
-        except Exception as error:  # too late to make the call again: the caches are longer
-            for turn, _ in steps:
-                self._end(turn.job, error=error)
-            return
+        ran = time.perf_counter()
+        for (turn, step), part in zip(steps, found, strict=True):
+            turn.sequence.take(step, part)
         spent = {"engine": ran - began, "scores": time.perf_counter() - ran}
         self.counts.calls += 1
         self.counts.sequences += len(steps)
         self.counts.engine_seconds += spent["engine"]
         self.counts.score_seconds += spent["scores"]
-        if "gpu" in results[0].timings:
-            spent["gpu"] = results[0].timings["gpu"]
+        if "gpu" in timings:
+            spent["gpu"] = timings["gpu"]
         for job in {turn.job for turn, _ in steps}:
             for name, seconds in spent.items():
                 job.timings[name] = job.timings.get(name, 0.0) + seconds
-        for (turn, step), part in zip(steps, found, strict=True):
-            turn.sequence.take(step, part)
+        for turn, _ in steps:
             if turn.job.progress:
                 turn.job.progress(turn.sequence)
 
-    def _scores(
-        self, rows: list[NDArray[np.float32]], steps: list[tuple[_Turn, Step]]
-    ) -> list[Scores]:
-        """Of each step, by its logits: several at a time, or else pieces of the only one."""
-        asked = [
-            (r, step.targets, turn.sequence.top)
-            for r, (turn, step) in zip(rows, steps, strict=True)
-        ]
-        if len(asked) == 1:
-            return [scores(*asked[0], self._pool.map)]
-        return list(self._pool.map(lambda one: scores(*one), asked))
-
-    def _prefill(self, steps: list[tuple[_Turn, Step]]) -> list[Result]:
+    def _scored(
+        self, steps: list[tuple[_Turn, Step]]
+    ) -> tuple[list[TokenScores], dict[str, float]]:
         """Of steps that all have a cache, or all none."""
-        for turn, _ in steps:
-            if turn.capacity and turn.sequence.cache is None:
-                turn.sequence.cache = self.engine.new_cache(turn.capacity)
-        return self.engine.prefill(
+        sequences = [turn.sequence for turn, _ in steps]
+        for s in sequences:
+            if s.capacity and s.cache is None:
+                s.cache = self.engine.new_cache(s.capacity)
+        return self.engine.score_rows(
             [step.ids for _, step in steps],
-            cache=[turn.sequence.cache for turn, _ in steps] if steps[0][0].capacity else None,
-            logits=[step.rows for _, step in steps],
+            [step.rows for _, step in steps],
+            [step.targets for _, step in steps],
+            top=min(max(1, *(s.top for s in sequences)), self.engine.config.vocab),
+            cache=[s.cache for s in sequences] if sequences[0].capacity else None,
+            logits_bytes=self._logits_bytes,
         )
 
     def _settle(self) -> None:

@@ -29,7 +29,7 @@ class Tokenizer:
     """Encodes and decodes as the model was trained to. Any number of threads may use one.
 
     `bos_id`, `eos_id`, `unk_id` are None where the model has none; `adds_bos` tells whether BOS is
-    put before a text; `eos_ids` are all tokens that end a generation; `chat_template` is the Jinja
+    put before a text, `adds_space` whether a space is; `eos_ids` are all tokens that end a generation; `chat_template` is the Jinja
     source for `pyruntime.text.chat.render`.
     """
 
@@ -41,6 +41,7 @@ class Tokenizer:
         self.unk_id = vocabulary.unk_id
         self.eos_ids = vocabulary.eos_ids
         self.adds_bos = vocabulary.add_bos
+        self.adds_space = vocabulary.add_space_prefix
         self.chat_template = chat_template
         types = vocabulary.types
         special = np.isin(types, (TokenType.UNKNOWN, TokenType.CONTROL))

@@ -37,7 +37,7 @@ def test_scores_and_continuations_are_llama_cpps(rows: int) -> None:
         assert worker.counts.calls < worker.counts.sequences
     for job, prompt in zip(jobs, golden, strict=True):
         scored, more = job.sequences
-        values = scored.scores.chosen[: len(prompt.ids) - 1]
+        values = scored.scores.log_probs[: len(prompt.ids) - 1]
         np.testing.assert_allclose(values, prompt.logprobs, atol=ATOL)
         if min(prompt.greedy_gap) > 2 * ATOL:
             assert more.tokens == prompt.greedy.tolist()

@@ -18,7 +18,7 @@ from serving import write_spoken_model
 from pyruntime import Engine
 from pyruntime.errors import NumericalError
 from pyruntime.model.calls import wanted_logits
-from pyruntime.model.scores import Targets, token_scores
+from pyruntime.model.scores import PIECE_BYTES, Targets, token_scores
 from pyruntime.model.scoring import Score, windows
 
 PATH = GOLDEN / "tiny-qwen3-q4_k_m.gguf"
@@ -169,6 +169,96 @@ def test_token_scores(seed: int, rows: int, count: int, vocab: int, scale: float
     found = token_scores(logits, Targets(row, tokens))
     np.testing.assert_allclose(found.log_probs, expected, rtol=1e-5, atol=1e-5)
     np.testing.assert_array_equal(found.greedy, best[row] == tokens)
+
+
+@given(st.integers(0, 2**32), st.integers(1, 6), st.integers(1, 40), st.data())
+def test_the_likeliest_tokens(seed: int, rows: int, vocab: int, data: Any) -> None:
+    """Of logits with many equal ones; -1 stands for the first of them."""
+    random, top = np.random.default_rng(seed), data.draw(st.integers(1, vocab))
+    logits = random.choice(
+        np.array([-np.inf, -3, -0.0, 0, 2, 8.5], np.float32), (rows, vocab), p=[0.3, *[0.14] * 5]
+    )
+    logits[:, random.integers(vocab)] = 1
+    targets = Targets(np.arange(rows, dtype=np.int32), random.integers(-1, vocab, rows, np.int32))
+    wide = logits.astype(np.float64)
+    wide -= np.log(np.exp(wide).sum(axis=1, keepdims=True))
+    best = np.argsort(-wide, axis=1, kind="stable")[:, :top]
+    found = token_scores(logits, targets, top)
+    np.testing.assert_array_equal(found.best, best)
+    np.testing.assert_allclose(found.values, np.take_along_axis(wide, best, axis=1), atol=1e-5)
+    tokens = np.where(targets.tokens < 0, best[:, 0], targets.tokens)
+    np.testing.assert_array_equal(found.tokens, tokens)
+    np.testing.assert_allclose(found.log_probs, wide[np.arange(rows), tokens], atol=1e-5)
+
+
+def test_what_is_not_a_number_is_the_likeliest() -> None:
+    row = np.array([[1, np.nan, 5, np.inf, np.nan, -np.inf]], np.float32)
+    with np.errstate(invalid="ignore"):
+        found = token_scores(row, Targets(np.zeros(1, np.int32), np.array([2], np.int32)), 6)
+    assert found.best.tolist() == [[1, 4, 3, 2, 0, 5]]
+    assert np.isnan(found.log_probs).all() and np.isnan(found.values).all()
+
+
+def test_more_rows_than_are_looked_at_together() -> None:
+    vocab = PIECE_BYTES // 16
+    logits = np.random.default_rng(0).standard_normal((9, vocab), np.float32)
+    targets = Targets(np.repeat(np.arange(9, dtype=np.int32), 2), np.arange(18, dtype=np.int32))
+    whole = token_scores(logits.copy(), targets, 2)
+    for row in range(9):
+        own = slice(2 * row, 2 * row + 2)
+        alone = Targets(np.zeros(2, np.int32), targets.tokens[own])
+        found = token_scores(logits[row : row + 1].copy(), alone, 2)
+        for ours, theirs in zip(whole.part(own), found, strict=True):
+            np.testing.assert_array_equal(ours, theirs)
+
+
+@pytest.mark.parametrize("logits_bytes", [1, 5000, 1 << 20])
+@pytest.mark.parametrize("cached", [False, True])
+def test_rows_of_prompts_are_scored(engine: Engine, logits_bytes: int, cached: bool) -> None:
+    """Of prompts of one pass and of several, with what a cache holds before them or without."""
+    rows = [[0, 2], [10], [0], [1, 2, 15, 16, 21]]
+    tokens = [[4, -1], [-1], [9], [0, 1, -1, 3, -1]]
+    before = [[9] * n for n in (1, 2, 3, 4)] if cached else [[]] * 4
+    caches = [engine.new_cache(30) for _ in PROMPTS] if cached else None
+    if caches:
+        engine.prefill(before, cache=caches, logits="none")
+    found, timings = engine.score_rows(
+        PROMPTS, rows, tokens, top=3, cache=caches, logits_bytes=logits_bytes
+    )
+    assert timings["wall"] > 0
+    for scores, held, ids, own, after in zip(found, before, PROMPTS, rows, tokens, strict=True):
+        logits = engine.prefill([*held, *ids], logits="all").logits[len(held) :][own]
+        targets = Targets(np.arange(len(own), dtype=np.int32), np.array(after, np.int32))
+        expected = token_scores(logits.copy(), targets, 3)
+        np.testing.assert_array_equal(scores.tokens, expected.tokens)
+        np.testing.assert_array_equal(scores.best, expected.best)
+        np.testing.assert_allclose(scores.log_probs, expected.log_probs, atol=1e-4)
+        np.testing.assert_allclose(scores.values, expected.values, atol=1e-4)
+    if caches:
+        assert [cache.length for cache in caches] == [4, 13, 4, 26]
+
+
+@pytest.mark.parametrize(
+    ("changed", "text"),
+    [
+        ({"rows": [[0]]}, "rows: a list of 2"),
+        ({"tokens": [[0]] * 3}, "tokens: a list of 2"),
+        ({"cache": [None]}, "cache: a list of 2"),
+        ({"rows": [[0], [3]]}, "prompt 1: logits"),
+        ({"tokens": [[0, 1], [0]]}, "prompt 0: 1 rows, and tokens"),
+        ({"tokens": [[0], [-2]]}, "prompt 1: tokens from -2"),
+        ({"tokens": [[300], [0]]}, "prompt 0: tokens from 300"),
+        ({"tokens": [[0], [0.5]]}, "prompt 1: 1 rows, and tokens float64"),
+        ({"top": 0}, "top=0"),
+        ({"top": 10**6}, "1 to the"),
+        ({"logits_bytes": 0}, "logits_bytes=0"),
+    ],
+)
+def test_rows_that_cannot_be_scored(engine: Engine, changed: dict[str, Any], text: str) -> None:
+    given: dict[str, Any] = {"prompts": [[1], [2, 3]], "rows": [[0], [1]], "tokens": [[4], [-1]]}
+    with pytest.raises(ValueError, match=text):
+        engine.score_rows(**{**given, **changed})
+    assert engine.score_rows([], [], [])[0] == []
 
 
 def test_of_equal_tokens_the_first_is_greedy() -> None:

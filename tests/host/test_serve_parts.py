@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -9,9 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pyruntime.serve.answers import dumped
-from pyruntime.serve.scores import GREEDY, PIECE_BYTES, scores
-from pyruntime.serve.texts import Offsets, Reply
+from pyruntime.model.scores import TokenScores
+from pyruntime.serve.answers import Answer
+from pyruntime.serve.protocol import Asked
+from pyruntime.serve.texts import Offsets, Reply, Texts
 
 
 def cut(data: bytes, sizes: list[int]) -> list[bytes]:
@@ -49,9 +52,12 @@ def test_a_reply_ends_at_its_first_stop_string(
 @given(st.text("ab🚆ï"), st.lists(st.integers(0, 4)), st.integers(0, 9))
 def test_offsets(text: str, sizes: list[int], start: int) -> None:
     offsets, pieces = Offsets(start), cut(text.encode(), sizes)
-    for n, piece in enumerate(pieces):
+    half = len(pieces) // 2
+    found = offsets.take(pieces[:half]) + offsets.take(pieces[half:])
+    for n, at in enumerate(found):
         before = b"".join(pieces[:n]).decode(errors="ignore")
-        assert offsets.take(piece) == start + len(before)
+        assert at == start + len(before)
+    assert len(found) == len(pieces)
 
 
 def test_bytes_that_are_no_text() -> None:
@@ -62,35 +68,53 @@ def test_bytes_that_are_no_text() -> None:
     assert reply.text == "a\ufffd"
 
 
-@given(st.integers(0, 2**32), st.integers(1, 6), st.integers(1, 40), st.integers(0, 50), st.data())
-def test_scores(seed: int, rows: int, vocab: int, top: int, data: Any) -> None:
-    random = np.random.default_rng(seed)
-    logits = random.integers(-9, 9, (rows, vocab)).astype(np.float32)  # with many equals
-    targets = random.integers(-1, vocab, rows).astype(np.int32)
-    found = scores(logits, targets, top)
-    wide = logits.astype(np.float64)
-    wide -= np.log(np.exp(wide).sum(axis=1, keepdims=True))
-    best = np.argsort(-wide, axis=1, kind="stable")
-    expected = np.where(targets == GREEDY, best[:, 0], targets)
-    np.testing.assert_array_equal(found.tokens, expected)
-    np.testing.assert_allclose(found.chosen, wide[np.arange(rows), expected], atol=1e-5)
-    assert found.best.shape == found.values.shape == (rows, min(top, vocab))
-    np.testing.assert_allclose(found.values, -np.sort(-wide, axis=1)[:, :top], atol=1e-5)
-    np.testing.assert_array_equal(found.best, best[:, :top])
+def answered(scores: TokenScores, logprobs: int) -> dict[str, Any]:
+    """The choice of a prompt of one token more than there are scores, which is echoed.
+
+    Ids that are odd look like the even ones before them.
+    """
+
+    class Alike(Texts):
+        def _made(self, ids: list[int], *, begins: bool = False) -> list[bytes]:
+            return [b" %d" % (id // 2) for id in ids]
+
+    texts = Alike(SimpleNamespace(has_vocabulary=False, config=SimpleNamespace(vocab=10)))
+    prompt = np.array([0, *scores.tokens], np.int32)
+    asked = Asked([prompt], [None], 0, True, logprobs, [], False, False)
+    answer = Answer(asked, texts, "m")
+    answer.sequences[0].take(answer.sequences[0].step(), scores)
+    answer.prepare()
+    choice: dict[str, Any] = json.loads(answer.whole({"queued": 1.5}))["choices"][0]
+    return choice
 
 
-def test_scores_of_more_rows_than_a_piece_has() -> None:
-    vocab = PIECE_BYTES // 16
-    logits = np.random.default_rng(0).standard_normal((9, vocab), np.float32)
-    targets = np.arange(9, dtype=np.int32)
-    whole = scores(logits, targets, 2)
-    for row in range(9):
-        alone = scores(logits[row : row + 1], targets[row : row + 1], 2)
-        assert whole.chosen[row] == alone.chosen[0]
-        np.testing.assert_array_equal(whole.best[row], alone.best[0])
+@pytest.mark.parametrize("top", [0, 1, 2, 3])
+def test_of_tokens_that_look_alike_the_likelier_is_told(top: int) -> None:
+    scores = TokenScores(
+        np.array([7, 4], np.int32), np.array([-0.25, -7.5], np.float32),
+        np.array([[7, 6, 2], [8, 9, 5]], np.int32),
+        np.array([[-0.25, -1, -2], [-0.5, -1.5, -3.000001]], np.float32),
+    )  # fmt: skip
+    found = answered(scores, top)["logprobs"]
+    assert found["tokens"] == [" 0", " 3", " 2"] and found["text_offset"] == [0, 2, 4]
+    assert found["token_logprobs"] == [None, -0.25, -7.5]
+    expected = [
+        [{" 3": -0.25}, {" 2": -7.5}],
+        [{" 3": -0.25}, {" 4": -0.5, " 2": -7.5}],
+        [{" 3": -0.25}, {" 4": -0.5, " 2": -7.5}],
+        [{" 3": -0.25, " 1": -2}, {" 4": -0.5, " 2": -3.000001}],
+    ]
+    assert found["top_logprobs"] == [None, *expected[top]]
+    for given, wanted in zip(found["top_logprobs"][1:], expected[top], strict=True):
+        assert list(given) == list(wanted), "the likeliest first"
 
 
-def test_a_value_that_is_no_number_is_not_hidden() -> None:
-    found = scores(np.array([[1, np.nan]], np.float32), np.zeros(1, np.int32), 1)
+@pytest.mark.parametrize("name", ["log_probs", "values"])
+def test_a_value_that_is_no_number_is_not_hidden(name: str) -> None:
+    scores = TokenScores.empty(2, 1)
+    for array in scores:
+        array[...] = 1
+    answered(scores, 1)
+    getattr(scores, name)[1] = np.nan
     with pytest.raises(ValueError, match="not JSON compliant"):
-        dumped(found.chosen.tolist())
+        answered(scores, 1)

@@ -41,18 +41,16 @@ class Gate:
         self.began = threading.Event()
         self.open = threading.Event()
         self.before: Callable[[list[list[int]]], object] = lambda prompts: None
-        prefill = engine.prefill
+        score_rows = engine.score_rows
 
-        def held(ids: Any, **options: Any) -> Any:
-            if threading.current_thread().name != "pyruntime-worker":
-                return prefill(ids, **options)
+        def held(prompts: Any, *given: Any, **options: Any) -> Any:
             self.began.set()
             assert self.open.wait(60)
-            self.before([part.tolist() for part in ids])
-            self.calls.append([len(part) for part in ids])
-            return prefill(ids, **options)
+            self.before([ids.tolist() for ids in prompts])
+            self.calls.append([len(ids) for ids in prompts])
+            return score_rows(prompts, *given, **options)
 
-        monkeypatch.setattr(engine, "prefill", held)
+        monkeypatch.setattr(engine, "score_rows", held)
 
 
 @pytest.fixture
@@ -111,7 +109,7 @@ def test_continuations_go_on_beside_new_prompts(engine: Engine, gate: Gate) -> N
             assert s.tokens == engine.generate(s.prompt, s.max_tokens)
     (s,) = scored.sequences
     (expected,) = engine.score([s.prompt[:1]], [s.prompt[1:]])
-    np.testing.assert_allclose(s.scores.chosen, expected.log_probs, atol=1e-5)
+    np.testing.assert_allclose(s.scores.log_probs, expected.log_probs, atol=1e-5)
 
 
 def test_caches_have_room_for_one_after_the_other(engine: Engine, gate: Gate) -> None:
@@ -141,7 +139,7 @@ def test_logits_are_made_few_rows_at_a_time(engine: Engine, rows: int, max_token
         wide = np.asarray(engine.prefill(whole, logits="all").logits, np.float64)
         wide -= np.log(np.exp(wide).sum(axis=1, keepdims=True))
         at = np.arange(len(whole) - 1)
-        np.testing.assert_allclose(s.scores.chosen, wide[at, whole[1:]], atol=1e-4)
+        np.testing.assert_allclose(s.scores.log_probs, wide[at, whole[1:]], atol=1e-4)
         np.testing.assert_allclose(s.scores.values, -np.sort(-wide[at])[:, :3], atol=1e-4)
 
 
