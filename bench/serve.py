@@ -1,6 +1,6 @@
 """Requests per second of the scoring service, against a bare loop over the engine.
 
-    python bench/serve.py MODEL [--nt 512] [--clients 1 8 64] [--save OUT] [--json]
+    python bench/serve.py MODEL [--nt 512] [--clients 1 8 64] [--parts] [--save OUT] [--json]
 
 next    the likeliest next token after a prompt (max_tokens 1). The loop: `Engine.prefill` of as
         many prompts as there are clients, and the argmax of each.
@@ -10,6 +10,10 @@ score   what lm-evaluation-harness asks for: echo, logprobs 1, max_tokens 1. The
 The service is a process of its own, each client a thread here with one connection, which asks again
 as soon as it is answered. Both have their engine loaded, and take turns: ROUNDS times each. Prompts
 are random token ids, all different, of `--nt` tokens.
+
+A record also has, and `--parts` prints, where the time of a served request went, in ms: in calls of
+the engine (those of several requests are shared out), from there to the scores of each, in reading
+bodies and in writing them. These may overlap.
 
 On a GPU the exit code is 1 if the service reaches less than FLOOR of the loop.
 """
@@ -40,6 +44,7 @@ from pyruntime.model.gpu import GpuModel
 
 ROUNDS, SECONDS, FLOOR = 3, 5.0, 0.9
 NAME = "model"
+PARTS = ("engine", "score", "read", "write")
 FIELDS: dict[str, dict[str, Any]] = {
     "next": {"max_tokens": 1},
     "score": {"max_tokens": 1, "echo": True, "logprobs": 1},
@@ -99,6 +104,15 @@ def loop(engine: Engine, kind: str, prompts: Prompts, count: int, seconds: float
     return {"requests": count * len(calls), "seconds": sum(calls), "latency_ms": _ms(calls)}
 
 
+def spent(port: int) -> dict[str, float]:
+    """Seconds of the service since it began, by what was done, and the requests answered."""
+    connection = HTTPConnection("127.0.0.1", port, timeout=600)
+    connection.request("GET", "/metrics")
+    record = json.load(connection.getresponse())
+    connection.close()
+    return {"requests": record["answered"], **{part: record[f"{part}_seconds"] for part in PARTS}}
+
+
 def clients(port: int, kind: str, prompts: Prompts, count: int, seconds: float) -> dict[str, Any]:
     """`count` clients for so long, until the last of them is answered; each asks at least once."""
     times: list[float] = []
@@ -125,6 +139,7 @@ def clients(port: int, kind: str, prompts: Prompts, count: int, seconds: float) 
             connection.close()
 
     threads = [threading.Thread(target=ask) for _ in range(count)]
+    before = spent(port)
     began = time.perf_counter()
     for thread in threads:
         thread.start()
@@ -132,8 +147,11 @@ def clients(port: int, kind: str, prompts: Prompts, count: int, seconds: float) 
         thread.join()
     if faults:
         raise faults[0]
-    spent = time.perf_counter() - began
-    return {"requests": len(times), "seconds": spent, "latency_ms": _ms(times)}
+    seconds, after = time.perf_counter() - began, spent(port)
+    answered = after["requests"] - before["requests"]
+    parts = {part: 1e3 * (after[part] - before[part]) / answered for part in PARTS}
+    latency = _ms(times)
+    return {"requests": len(times), "seconds": seconds, "latency_ms": latency, "parts_ms": parts}
 
 
 def _ms(seconds: list[float]) -> dict[str, float]:
@@ -164,6 +182,8 @@ def measure(args: argparse.Namespace, say: Callable[[str], None]) -> dict[str, A
                 ratio = per_second(row["served"]) / per_second(row["bare"])
                 rows[f"{kind} {count}"] = {"kind": kind, "clients": count, "ratio": ratio, **row}
                 say(line(rows[f"{kind} {count}"], args.nt))
+                if args.parts:
+                    say(parts_line(row["served"]))
         about: dict[str, Any] = {
             "commit": args.commit or head_commit(),
             "date": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -190,6 +210,11 @@ def line(row: dict[str, Any], nt: int) -> str:
     return f"{row['kind']:<6}{row['clients']:>8}{figures}{row['ratio']:>8.2f}"
 
 
+def parts_line(served: list[dict[str, Any]]) -> str:
+    parts = ((part, statistics.median(r["parts_ms"][part] for r in served)) for part in PARTS)
+    return " " * 14 + "  ".join(f"{part} {ms:.2f} ms" for part, ms in parts)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
     parser.add_argument("model")
@@ -199,6 +224,7 @@ def main() -> int:
     parser.add_argument("--kinds", nargs="+", choices=list(FIELDS), default=list(FIELDS))
     parser.add_argument("--rounds", type=int, default=ROUNDS)
     parser.add_argument("--seconds", type=float, default=SECONDS, help="of each measurement")
+    parser.add_argument("--parts", action="store_true", help="print where served requests spent")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--save", type=Path)
     parser.add_argument("--commit", help="recorded instead of asking git")

@@ -83,13 +83,17 @@ class _Service:
         async with asyncio.timeout_at(deadline):
             body = await self._body(request)
             aside = len(body) > ASIDE_BYTES
-            asked, answer = await _run(self._read, body, aside=aside)
+            counts = self._worker.counts
+            (asked, answer), spent = await _run(_timed, self._read, body, aside=aside)
+            counts.read_seconds += spent
             if asked.stream:
                 return self._streamed(asked, answer, deadline)
             job = Job(answer.sequences)
             await self._done(request, job, None if aside else answer.prepare)
             aside = answer.numbers > ASIDE_NUMBERS
-            return _json(await _run(self._write, answer, job, aside=aside))
+            told, spent = await _run(_timed, answer.whole, job.timings, aside=aside)
+            counts.write_seconds += spent
+            return _json(told)
 
     async def models(self) -> Response:
         return _json({"object": "list", "data": [self._model()]})
@@ -108,18 +112,10 @@ class _Service:
         }  # fmt: skip
 
     def _read(self, body: bytes) -> tuple[Asked, Answer]:
-        began, config = time.perf_counter(), self._worker.engine.config
+        config = self._worker.engine.config
         record = read_json(body)
         asked = read_completion(record, self._name, self._texts, config.vocab, self._limits)
-        answer = Answer(asked, self._texts, self._name)
-        self._worker.counts.read_seconds += time.perf_counter() - began
-        return asked, answer
-
-    def _write(self, answer: Answer, job: Job) -> bytes:
-        began = time.perf_counter()
-        body = answer.whole(job.timings)
-        self._worker.counts.write_seconds += time.perf_counter() - began
-        return body
+        return asked, Answer(asked, self._texts, self._name)
 
     def _streamed(self, asked: Asked, answer: Answer, deadline: float) -> Response:
         loop = asyncio.get_running_loop()
@@ -294,6 +290,12 @@ def page() -> str:
 async def _run(call: Callable[..., T], *arguments: Any, aside: bool) -> T:
     """The result of a call: `aside`, in another thread, if it may take long."""
     return await asyncio.to_thread(call, *arguments) if aside else call(*arguments)
+
+
+def _timed(call: Callable[..., T], *arguments: Any) -> tuple[T, float]:
+    """The result of a call, and its seconds."""
+    began = time.perf_counter()
+    return call(*arguments), time.perf_counter() - began
 
 
 async def _disconnected(request: Request) -> None:

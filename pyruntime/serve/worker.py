@@ -38,8 +38,8 @@ class Counts:
         prompt_tokens, completion_tokens: of requests that were answered.
         engine_seconds: within calls of the engine; score_seconds: from there until all
             sequences of a call have what they asked for.
-        read_seconds, write_seconds: of all requests, from their bodies to jobs, and from the scores
-            to the bodies of answers.
+        read_seconds, write_seconds: from bodies of completions to jobs, and from scores to bodies
+            of answers that are whole.
     """
 
     requests: int = 0

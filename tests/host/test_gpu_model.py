@@ -238,6 +238,31 @@ def test_kinds_of_passes_take_turns(llama: Pair, monkeypatch: pytest.MonkeyPatch
     llama.prefill(first)
 
 
+@pytest.mark.parametrize("top", [1, 7])
+@pytest.mark.parametrize("cached", [False, True])
+def test_rows_of_prompts_and_the_likeliest_tokens(pair: Pair, top: int, cached: bool) -> None:
+    """Some prompts go through several passes; -1 stands for the likeliest."""
+    prompts, before = pair.prompts(*LENGTHS), pair.prompts(*[3] * len(LENGTHS))
+    rows = [np.unique(np.linspace(0, len(ids) - 1, 5).astype(np.int32)) for ids in prompts]
+    tokens = [np.where(np.arange(len(own)) % 2, -1, 5 + own) for own in rows]
+    for rows_at_once in (1, 7, 1 << 10):
+        pair.poison()
+        found = []
+        for engine in (pair.gpu, pair.cpu):
+            caches = [engine.new_cache(3 + len(ids)) for ids in prompts] if cached else None
+            if caches:
+                engine.prefill(before, cache=caches, logits="none")
+            nbytes = rows_at_once * 4 * engine.config.vocab
+            more = {"top": top, "cache": caches, "logits_bytes": nbytes}
+            found.append(engine.score_rows(prompts, rows, tokens, **more)[0])
+        for ours, theirs, given in zip(*found, tokens, strict=True):
+            pair.compare(ours.values, theirs.values)
+            pair.compare(ours.log_probs, theirs.log_probs)
+            likeliest = np.where(given < 0, ours.best[:, 0], given)
+            np.testing.assert_array_equal(ours.tokens, likeliest)
+            assert ours.best.shape == ours.values.shape == (len(given), top)
+
+
 def test_scores_and_embeddings(pair: Pair) -> None:
     prompts, more = pair.prompts(*LENGTHS), pair.prompts(*reversed(LENGTHS))
     expected = pair.cpu.score(prompts, more)

@@ -47,6 +47,17 @@ def test_a_score_brings_three_numbers_per_target(
 
 
 @WEIGHTS
+@pytest.mark.parametrize("top", [1, 2, 30])
+def test_no_logits_are_brought_for_the_likeliest_tokens(
+    driver: FakeDriver, load: Load, weights: str, top: int
+) -> None:
+    engine = load(weights=weights)
+    rows, tokens = [[0, 2], [6], [0]], [[5, -1], [-1], [7]]
+    calls = calls_of(driver, lambda: engine.score_rows(TEXTS[0], rows, tokens, top=top))
+    assert copied_back(calls) == 4 * (1 + 2 * top) * 4 + 4
+
+
+@WEIGHTS
 @pytest.mark.parametrize("pooling", ["mean", "last"])
 def test_a_vector_is_all_that_is_brought(
     driver: FakeDriver, load: Load, weights: str, pooling: Any

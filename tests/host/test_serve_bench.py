@@ -31,16 +31,21 @@ def test_serve_bench(
     out = tmp_path / "serve.json"
     options = ["--device", "cpu", "--nt", "20", "--clients", "1", "3", "--seconds", "0.2"]
     options += ["--rounds", "2", "--save", str(out), "--commit", "abc"]
-    monkeypatch.setattr(sys, "argv", ["serve.py", str(MODEL), *options, *["--json"] * as_json])
+    monkeypatch.setattr(
+        sys, "argv", ["serve.py", str(MODEL), *options, "--json" if as_json else "--parts"]
+    )
     assert serve.main() == 0
     record = load_record(out, "serve-bench")
     printed = capsys.readouterr().out
     if as_json:
         assert {"schema": "pyruntime.serve-bench/1", **json.loads(printed)} == record
     else:
-        assert len(printed.splitlines()) == 5
+        assert len(printed.splitlines()) == 9
     assert list(record["rows"]) == ["next 1", "next 3", "score 1", "score 3"]
     for row in record["rows"].values():
         for way in ("bare", "served"):
             assert len(row[way]) == 2 and all(r["requests"] >= 1 for r in row[way])
+        for served in row["served"]:
+            assert list(served["parts_ms"]) == ["engine", "score", "read", "write"]
+            assert min(served["parts_ms"].values()) > 0
     assert (record["commit"], record["device"], record["nt"]) == ("abc", "cpu (NumPy)", 20)
