@@ -187,7 +187,7 @@ def test_plan_counts_a_table_for_each_form_of_rope() -> None:
     wider = more["activations"] - plan["activations"]
     c = Engine.load(path, device="cpu").config
     q, kv = c.heads * c.head_dim, c.kv_heads * c.head_dim
-    words = 1 + 2 + 2  # a count, two of targets, and what is found of one
+    words = 1 + 2 + 3  # a count, two of targets, and what is found of one
     assert wider == 4 * (2 * c.hidden + q + 2 * kv + words) + 2 * (c.hidden + 2 * q + c.ffn)
 
 
