@@ -19,9 +19,18 @@ from numpy.typing import NDArray
 from pyruntime.model.scores import TokenScores
 from pyruntime.serve.protocol import Asked
 from pyruntime.serve.sequence import Sequence
-from pyruntime.serve.texts import Offsets, Texts, joined
+from pyruntime.serve.texts import Objects, Offsets, Texts, joined
 
-_THREE_DIGITS = [f"{n:03}" for n in range(1000)]
+
+def _table(form: str) -> Objects:
+    return np.array([form.format(n) for n in range(1000)], np.object_)
+
+
+_THREE_DIGITS = _table("{:03}")
+_WHOLES = {before: _table(before + "-{}.") for before in ",:"}
+
+
+_NOTHING = '""'  # as JSON has it
 
 
 def dumped(record: Any) -> bytes:
@@ -111,10 +120,10 @@ class Answer:
         if finish:
             self._over.add(place)
         choice = (
-            f'{{"text":{_json(text)},"index":{place},"logprobs":{logprobs or "null"},'
+            f'{{"text":{text},"index":{place},"logprobs":{logprobs or "null"},'
             f'"finish_reason":{_json(finish)}}}'
         )
-        return bool(text or logprobs or finish), choice
+        return bool(text != _NOTHING or logprobs or finish), choice
 
     def _usage(self) -> dict[str, int]:
         prompt = sum(len(s.prompt) for s in self.sequences)
@@ -140,7 +149,7 @@ class _Pieces:
     def prepare(self) -> None:
         """Makes what an answer has of the prompt alone."""
         if self._asked.echo:
-            self._prompt_text  # noqa: B018
+            self._prompt_told  # noqa: B018
             if self._asked.logprobs is not None:
                 self._prompt_names, self._prompt_starts  # noqa: B018
 
@@ -156,82 +165,99 @@ class _Pieces:
         return joined(self._prompt_pieces) if self._text is None else self._text
 
     @cached_property
-    def _prompt_names(self) -> list[str]:
-        return self._texts.quoted(self._sequence.prompt.tolist())
+    def _prompt_told(self) -> str:
+        return _json(self._prompt_text)
 
     @cached_property
-    def _prompt_starts(self) -> list[str]:
-        return [*map(str, Offsets(0).take(self._prompt_pieces))]
+    def _prompt_names(self) -> str:
+        return ",".join(self._texts.quoted(self._sequence.prompt).tolist())
+
+    @cached_property
+    def _prompt_starts(self) -> str:
+        pieces = self._prompt_pieces
+        lengths = None
+        if not self._texts.changes_start:
+            lengths = self._texts.lengths(self._sequence.prompt)
+        if not pieces[0] and lengths is not None:
+            lengths[0] = 0
+        return ",".join(map(str, Offsets(0).take(pieces, lengths)))
 
     def next(self) -> tuple[str, str | None, str | None]:
-        """Its text, its log-probabilities as JSON, and why it ended, if it did."""
+        """Its text and its log-probabilities as JSON, and why it ended, if it did."""
         reply, finish = self._sequence.reply, self._sequence.finish
         until = len(reply.text) if finish else reply.settled
-        text = reply.text[self._shown : until]
+        text = _json(reply.text[self._shown : until])
         self._shown = until
         logprobs = None if self._asked.logprobs is None else self._logprobs()
         if self._echo:
-            text = self._prompt_text + text
+            text = self._prompt_told[:-1] + text[1:]
         self._echo = False
         return text, logprobs, finish
 
     def _logprobs(self) -> str:
         """Of tokens that have not been told."""
         ids = self._sequence.tokens[self._told :]
-        names = self._texts.quoted(ids)
+        names = self._texts.quoted(ids).tolist()
         self._offsets = self._offsets or Offsets(len(self._prompt_text))
         starts = [*map(str, self._offsets.take(self._texts.pieces(ids, begins=False)))]
         scores = self._sequence.scores
         if self._echo:
-            names, starts = self._prompt_names + names, self._prompt_starts + starts
-            values, tops = self._rows(scores, names[1:])
-            values, tops = ["null", *values], ["null", *tops]
+            names, starts = [self._prompt_names, *names], [self._prompt_starts, *starts]
+            values, tops = (["null", *items] for items in self._rows(scores))
         else:
-            values, tops = self._rows(
-                scores.part(slice(len(scores.tokens) - len(ids), None)), names
-            )
+            values, tops = self._rows(scores.part(slice(len(scores.tokens) - len(ids), None)))
         self._told += len(ids)
         return (
             f'{{"tokens":{_array(names)},"token_logprobs":{_array(values)},'
             f'"top_logprobs":{_array(tops)},"text_offset":{_array(starts)}}}'
         )
 
-    def _rows(self, scores: TokenScores, own: list[str]) -> tuple[list[str], list[str]]:
-        """The log-probability of each token, and that of the likeliest by their names; tokens are
-        called `own`."""
-        chosen = _numbers(scores.log_probs)
-        top, rows = scores.best.shape[1], zip(own, chosen, strict=True)
-        names, values = self._texts.quoted(scores.best.ravel().tolist()), _numbers(scores.values)
-        if top != 1:
-            cuts = range(0, top * len(own), top) if top else [0] * len(own)
-            return chosen, [
-                _top([*names[at : at + top], name], [*values[at : at + top], value])
-                for at, (name, value) in zip(cuts, rows, strict=True)
-            ]
-        return chosen, [  # as `_top`, but faster
-            f"{{{best}:{most}}}" if best == name else f"{{{best}:{most},{name}:{value}}}"
-            for best, most, (name, value) in zip(names, values, rows, strict=True)
-        ]
+    def _rows(self, scores: TokenScores) -> tuple[list[str], list[str]]:
+        """The items of `token_logprobs` and of `top_logprobs`, which are one string each, if any.
+
+        Of tokens that look the same the likelier one is told, which comes first.
+        """
+        if not len(scores.tokens):
+            return [], []
+        chosen = "".join(_numbers(scores.log_probs, ",").ravel().tolist())
+        ids = np.column_stack([scores.best, scores.tokens])
+        parts = np.empty((*ids.shape, 5), np.object_)
+        parts[..., 0] = ","
+        parts[:, 0, 0] = "},{"
+        parts[..., 1] = self._texts.quoted(ids)
+        parts[..., 2:] = _numbers(np.column_stack([scores.values, scores.log_probs]), ":")
+        parts[_repeated(self._texts.looks(ids))] = ""
+        return [chosen.removeprefix(",")], ["".join(parts.ravel().tolist())[2:] + "}"]
 
 
-def _top(names: list[str], values: list[str]) -> str:
-    """Of tokens that look the same the likelier one, which comes first."""
-    found: dict[str, str] = {}
-    for name, value in zip(names, values, strict=True):
-        found.setdefault(name, value)
-    return f"{{{','.join(f'{name}:{value}' for name, value in found.items())}}}"
+def _repeated(rows: NDArray[np.int32]) -> NDArray[np.bool_]:
+    """Bool [rows, columns]: the same number is in a column before."""
+    order = rows.argsort(axis=1, kind="stable")
+    ascending = np.take_along_axis(rows, order, axis=1)
+    found = np.zeros(rows.shape, np.bool_)
+    np.put_along_axis(found, order[:, 1:], ascending[:, 1:] == ascending[:, :-1], axis=1)
+    return found
 
 
-def _numbers(log_probs: NDArray[np.float32]) -> list[str]:
-    """As JSON has them, to a millionth. Raises ValueError: one is not finite."""
+def _numbers(log_probs: NDArray[np.float32], before: str) -> Objects:
+    """As JSON has them, to a millionth, each after `before`: strings [..., 3] that are to be joined.
+
+    Raises ValueError: one is not finite.
+    """
     if not np.isfinite(log_probs).all():
         raise ValueError("a log-probability is not finite, and so not JSON compliant")
-    millionths = (log_probs.ravel() * np.float64(-1e6)).round().clip(0, 1e18).astype(np.int64)
+    millionths = (log_probs * np.float64(-1e6)).round().clip(0, 1e18).astype(np.int64)
     ones, rest = np.divmod(millionths, 1_000_000)
+    wholes = _WHOLES[before]
+    parts = np.empty((*log_probs.shape, 3), np.object_)
+    if ones.max(initial=0) < len(wholes):
+        parts[..., 0] = wholes[ones]
+    else:
+        larger = [f"{before}-{n}." for n in ones.ravel().tolist()]
+        parts[..., 0] = np.array(larger, np.object_).reshape(ones.shape)
     high, low = np.divmod(rest, 1000)
-    digits, parts = _THREE_DIGITS, (part.tolist() for part in (ones, high, low))
-    # Half the time of float.__repr__.
-    return [f"-{a}.{digits[b]}{digits[c]}" for a, b, c in zip(*parts, strict=True)]
+    parts[..., 1], parts[..., 2] = _THREE_DIGITS[high], _THREE_DIGITS[low]
+    return parts
 
 
 def event(record: bytes) -> bytes:

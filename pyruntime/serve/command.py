@@ -6,6 +6,7 @@ import argparse
 import signal
 import socket
 import sys
+import threading
 import time
 from pathlib import PurePath
 from typing import TYPE_CHECKING
@@ -118,6 +119,7 @@ def _serve(args: argparse.Namespace, engine: Engine, listener: socket.socket) ->
     sys.setswitchinterval(SWITCH)
     name = args.name or _name(args.model)
     texts = Texts(engine)
+    threading.Thread(target=texts.fill, name="pyruntime-texts", daemon=True).start()
     worker = Worker(engine, max_queue=args.max_queue, cache_tokens=args.cache_tokens)
     app = create_app(worker, texts, name, int(time.time()), limits)
     config = uvicorn.Config(

@@ -92,7 +92,7 @@ class Sequence:
         self.tokens.append(token)
         if token in self._texts.stop_ids:
             self.finish = "stop"
-        elif self.reply.take(self._texts.pieces([token], begins=False)[0]):
+        elif self.reply.take(self._texts.piece(token)):
             self.finish = "stop"
             return
         elif len(self.tokens) == self.max_tokens:

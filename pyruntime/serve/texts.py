@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 from codecs import getincrementaldecoder
 from collections.abc import Iterable, Sequence
-from itertools import accumulate
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,9 +14,15 @@ from pyruntime.engine import Engine
 from pyruntime.errors import TokenizerError
 from pyruntime.model.batch import Rows
 
-T = TypeVar("T")
+S = TypeVar("S", bound=np.generic)
+Ids: TypeAlias = Sequence[int] | NDArray[np.integer[Any]]
+Objects: TypeAlias = NDArray[np.object_]
 
+CUT = -1  # the length of bytes that are not whole characters
+_UNMADE = -2
+_AT_ONCE = 256  # tokens: others wait for the interpreter for about a millisecond
 _Decoder = getincrementaldecoder("utf-8")
+_quote = json.JSONEncoder().encode
 
 
 class Texts:
@@ -28,15 +33,21 @@ class Texts:
     Attributes:
         stop_ids: the tokens that end a completion.
         adds_bos: whether `encode` begins with a token that stands for none of the text.
+        changes_start: whether a token may add something else where a text begins.
     """
 
     def __init__(self, engine: Engine) -> None:
         self.tokenizer = engine.tokenizer if engine.has_vocabulary else None
         self.stop_ids = frozenset(self.tokenizer.eos_ids if self.tokenizer else ())
         self.adds_bos = self.tokenizer is not None and self.tokenizer.adds_bos
-        # Of each token, as soon as it was asked for.
-        self._pieces: list[bytes | None] = [None] * engine.config.vocab
-        self._quoted: list[str | None] = [None] * engine.config.vocab
+        self.changes_start = self.tokenizer is not None and self.tokenizer.adds_space
+        # Of each token, as soon as it was asked for; its length is set last.
+        vocab = engine.config.vocab
+        self._pieces: Objects = np.empty(vocab, np.object_)
+        self._quoted: Objects = np.empty(vocab, np.object_)
+        self._looks = np.empty(vocab, np.int32)
+        self._lengths = np.full(vocab, _UNMADE, np.int32)
+        self._first: dict[str, int] = {}  # of those that look the same
 
     def encode(self, text: str, *, add_special: bool = True) -> Rows:
         """The ids of `text`, int32 [tokens], as a prompt: BOS where the model has it, never EOS.
@@ -47,31 +58,48 @@ class Texts:
             raise TokenizerError("this model has no vocabulary: give token ids instead of text")
         return self.tokenizer.encode(text, add_special=add_special, goes_on=True)
 
-    def pieces(
-        self, ids: Sequence[int] | NDArray[np.integer[Any]], *, begins: bool = True
-    ) -> list[bytes]:
+    def pieces(self, ids: Ids, *, begins: bool = True) -> list[bytes]:
         """What each of `ids` adds to the text: see `Tokenizer.pieces`."""
-        if begins and self.tokenizer is not None and self.tokenizer.adds_space:
+        if begins and self.changes_start:
             return self._made(np.asarray(ids).tolist(), begins=True)
-        return self._looked_up(self._pieces, ids)
+        found: list[bytes] = self._looked_up(self._pieces, ids).tolist()
+        return found
 
-    def quoted(self, ids: Sequence[int] | NDArray[np.integer[Any]]) -> list[str]:
-        """How each token is shown, as JSON has it; bytes that are part of a character look like
-        `\\xe2`."""
+    def piece(self, id: int) -> bytes:
+        """What a token adds to a text that has begun."""
+        found: bytes | None = self._pieces[id]
+        return self.pieces([id], begins=False)[0] if found is None else found
+
+    def quoted(self, ids: Ids) -> Objects:
+        """How each token is shown, str in the shape of `ids`, as JSON has it; bytes that are part
+        of a character look like `\\xe2`."""
         return self._looked_up(self._quoted, ids)
 
-    def _looked_up(
-        self, table: list[T | None], ids: Sequence[int] | NDArray[np.integer[Any]]
-    ) -> list[T]:
+    def looks(self, ids: Ids) -> NDArray[np.int32]:
+        """The same number for tokens that are shown alike, in the shape of `ids`."""
+        return self._looked_up(self._looks, ids)
+
+    def lengths(self, ids: Ids) -> NDArray[np.int32]:
+        """The characters of the piece of each of `ids`, or CUT."""
+        return self._looked_up(self._lengths, ids)
+
+    def fill(self) -> None:
+        """Makes what there is to know of every token, so that no answer has to."""
+        for first in range(0, len(self._lengths), _AT_ONCE):
+            self.lengths(np.arange(first, min(first + _AT_ONCE, len(self._lengths))))
+
+    def _looked_up(self, table: NDArray[S], ids: Ids) -> NDArray[S]:
         """What a table has of these, which are below the model's vocabulary."""
-        wanted = ids.tolist() if isinstance(ids, np.ndarray) else ids
-        found: list[Any] = [*map(table.__getitem__, wanted)]
-        if None in found:
-            new = [id for id, there in zip(wanted, found, strict=True) if there is None]
-            for id, piece in zip(new, self._made(new), strict=True):
-                self._quoted[id] = json.dumps(piece.decode(errors="backslashreplace"))
-                self._pieces[id] = piece
-            found = [*map(table.__getitem__, wanted)]
+        wanted = np.asarray(ids, np.intp)
+        new = wanted[self._lengths[wanted] == _UNMADE]
+        if new.size:
+            made = new.tolist()
+            for id, piece in zip(made, self._made(made), strict=True):
+                name = _quote(piece.decode(errors="backslashreplace"))
+                self._quoted[id], self._pieces[id] = name, piece
+                self._looks[id] = self._first.setdefault(name, id)
+                self._lengths[id] = _length(piece)
+        found: NDArray[S] = table[wanted]
         return found
 
     def _made(self, ids: list[int], *, begins: bool = False) -> list[bytes]:
@@ -88,6 +116,16 @@ def joined(pieces: Iterable[bytes]) -> str:
     return b"".join(pieces).decode(errors="replace")
 
 
+def _length(piece: bytes) -> int:
+    """Its characters; CUT: it is not UTF-8 by itself."""
+    if piece.isascii():
+        return len(piece)
+    try:
+        return len(piece.decode())
+    except UnicodeDecodeError:
+        return CUT
+
+
 class Offsets:
     """Where in the text, in characters, each piece begins that is taken."""
 
@@ -96,20 +134,21 @@ class Offsets:
         self._decoder = _Decoder("replace")
         self._whole = True  # no character has begun and not ended
 
-    def take(self, pieces: Sequence[bytes]) -> list[int]:
-        """Of each of the next pieces."""
-        starts, at, whole = list[int](), self._at, self._whole
-        if whole and b"".join(pieces).isascii():
-            *starts, self._at = accumulate(map(len, pieces), initial=at)
-            return starts
-        for piece in pieces:
-            starts.append(at)
-            if whole and piece.isascii():
-                at += len(piece)
-            else:
-                at += len(self._decoder.decode(piece))
+    def take(self, pieces: Sequence[bytes], lengths: NDArray[np.int32] | None = None) -> list[int]:
+        """Of each of the next pieces, whose `lengths` are looked for if they are not given."""
+        sizes = np.array([*map(_length, pieces)] if lengths is None else lengths, np.int64)
+        cuts, done, whole = np.flatnonzero(sizes == CUT).tolist(), 0, self._whole
+        for cut in cuts if whole else [0, *cuts]:
+            if cut < done:
+                continue
+            done, whole = cut, False
+            while done < len(pieces) and not whole:
+                sizes[done] = len(self._decoder.decode(pieces[done]))
                 whole = not self._decoder.getstate()[0]
-        self._at, self._whole = at, whole
+                done += 1
+        ends = self._at + sizes.cumsum()
+        starts: list[int] = (ends - sizes).tolist()
+        self._at, self._whole = int(ends[-1]) if starts else self._at, whole
         return starts
 
 
