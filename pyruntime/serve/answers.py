@@ -27,6 +27,7 @@ def _table(form: str) -> Objects:
 
 
 _THREE_DIGITS = _table("{:03}")
+_MOST = 999
 _WHOLES = {before: _table(before + "-{}.") for before in ",:"}
 
 
@@ -219,45 +220,51 @@ class _Pieces:
         """
         if not len(scores.tokens):
             return [], []
-        chosen = "".join(_numbers(scores.log_probs, ",").ravel().tolist())
         ids = np.column_stack([scores.best, scores.tokens])
+        ones, high, low = _digits(np.column_stack([scores.values, scores.log_probs]))
         parts = np.empty((*ids.shape, 5), np.object_)
         parts[..., 0] = ","
         parts[:, 0, 0] = "},{"
         parts[..., 1] = self._texts.quoted(ids)
-        parts[..., 2:] = _numbers(np.column_stack([scores.values, scores.log_probs]), ":")
+        parts[..., 2] = _wholes(":", ones)
+        parts[..., 3], parts[..., 4] = _THREE_DIGITS[high], _THREE_DIGITS[low]
+        chosen = parts[:, -1, 2:].copy()
+        chosen[:, 0] = _wholes(",", ones[:, -1])
         parts[_repeated(self._texts.looks(ids))] = ""
-        return [chosen.removeprefix(",")], ["".join(parts.ravel().tolist())[2:] + "}"]
+        return [_together(chosen)[1:]], [_together(parts)[2:] + "}"]
+
+
+def _together(parts: Objects) -> str:
+    return "".join(parts.ravel().tolist())
 
 
 def _repeated(rows: NDArray[np.int32]) -> NDArray[np.bool_]:
     """Bool [rows, columns]: the same number is in a column before."""
-    order = rows.argsort(axis=1, kind="stable")
-    ascending = np.take_along_axis(rows, order, axis=1)
     found = np.zeros(rows.shape, np.bool_)
-    np.put_along_axis(found, order[:, 1:], ascending[:, 1:] == ascending[:, :-1], axis=1)
+    for column in range(1, rows.shape[1]):
+        same = rows[:, :column] == rows[:, column, None]
+        found[:, column] = same.any(axis=1)
     return found
 
 
-def _numbers(log_probs: NDArray[np.float32], before: str) -> Objects:
-    """As JSON has them, to a millionth, each after `before`: strings [..., 3] that are to be joined.
+def _digits(log_probs: NDArray[np.float32]) -> Iterable[NDArray[np.int64]]:
+    """To a millionth: ones, thousandths, and millionths of what is left, of -log_probs.
 
     Raises ValueError: one is not finite.
     """
     if not np.isfinite(log_probs).all():
         raise ValueError("a log-probability is not finite, and so not JSON compliant")
     millionths = (log_probs * np.float64(-1e6)).round().clip(0, 1e18).astype(np.int64)
-    ones, rest = np.divmod(millionths, 1_000_000)
-    wholes = _WHOLES[before]
-    parts = np.empty((*log_probs.shape, 3), np.object_)
-    if ones.max(initial=0) < len(wholes):
-        parts[..., 0] = wholes[ones]
-    else:
-        larger = [f"{before}-{n}." for n in ones.ravel().tolist()]
-        parts[..., 0] = np.array(larger, np.object_).reshape(ones.shape)
-    high, low = np.divmod(rest, 1000)
-    parts[..., 1], parts[..., 2] = _THREE_DIGITS[high], _THREE_DIGITS[low]
-    return parts
+    thousandths, low = np.divmod(millionths, 1000)
+    return *np.divmod(thousandths, 1000), low
+
+
+def _wholes(before: str, ones: NDArray[np.int64]) -> Objects:
+    """The beginnings of numbers, each after `before`."""
+    found: Objects = _WHOLES[before][np.minimum(ones, _MOST)]
+    for at in zip(*np.nonzero(ones >= _MOST), strict=True):
+        found[at] = f"{before}-{ones[at]}."
+    return found
 
 
 def event(record: bytes) -> bytes:
