@@ -84,7 +84,10 @@ class Texts:
         return self._looked_up(self._lengths, ids)
 
     def fill(self) -> None:
-        """Makes what there is to know of every token, so that no answer has to."""
+        """Makes what there is to know of every token, so that no answer has to.
+
+        Of 152,000 tokens that is 24 MB, and half a second in which others take turns.
+        """
         for first in range(0, len(self._lengths), _AT_ONCE):
             self.lengths(np.arange(first, min(first + _AT_ONCE, len(self._lengths))))
 

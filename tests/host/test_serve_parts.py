@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from codecs import getincrementaldecoder
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,11 +11,14 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from serving import VOCABULARY
 
+from pyruntime.gguf import GGUFFile
 from pyruntime.model.scores import TokenScores
 from pyruntime.serve.answers import Answer
 from pyruntime.serve.protocol import Asked
-from pyruntime.serve.texts import Offsets, Reply, Texts
+from pyruntime.serve.texts import CUT, Offsets, Reply, Texts
+from pyruntime.text.tokenizer import Tokenizer
 
 
 def cut(data: bytes, sizes: list[int]) -> list[bytes]:
@@ -107,6 +111,46 @@ def test_of_tokens_that_look_alike_the_likelier_is_told(top: int) -> None:
     assert found["top_logprobs"] == [None, *expected[top]]
     for given, wanted in zip(found["top_logprobs"][1:], expected[top], strict=True):
         assert list(given) == list(wanted), "the likeliest first"
+
+
+def test_numbers_of_any_size() -> None:
+    scores = TokenScores(
+        np.array([1, 3, 5], np.int32), np.array([-1234.5, -999.5, -2e9], np.float32),
+        np.array([[6], [6], [6]], np.int32), np.array([[1e-9], [-1000], [-0.000001]], np.float32),
+    )  # fmt: skip
+    found = answered(scores, 1)["logprobs"]
+    assert found["token_logprobs"] == [None, -1234.5, -999.5, -2e9]
+    expected = [{" 3": 0, " 0": -1234.5}, {" 3": -1000, " 1": -999.5}, {" 3": -1e-6, " 2": -2e9}]
+    assert found["top_logprobs"] == [None, *expected]
+
+
+def test_texts_are_the_same_made_at_once_or_one_by_one() -> None:
+    """Those of a model that has more rows than its vocabulary has tokens."""
+    with GGUFFile(VOCABULARY) as file:
+        tokenizer = Tokenizer.from_metadata(file.metadata)
+    size = tokenizer.vocab_size
+    engine = SimpleNamespace(
+        has_vocabulary=True, tokenizer=tokenizer, config=SimpleNamespace(vocab=size + 3)
+    )
+    filled, slow = Texts(engine), Texts(engine)
+    filled.fill()
+    ids = np.random.default_rng(0).permutation(size + 3)
+    for id in ids.tolist():
+        slow.piece(id)
+    pieces = filled.pieces(ids, begins=False)
+    assert pieces == slow.pieces(ids, begins=False)
+    assert pieces == [*map(slow.piece, ids.tolist())]
+    names = filled.quoted(ids).tolist()
+    assert names == slow.quoted(ids).tolist()
+    lengths, looks = filled.lengths(ids), filled.looks(ids)
+    np.testing.assert_array_equal(lengths, slow.lengths(ids))
+    assert len({*zip(names, looks.tolist(), strict=True)}) == len({*names}) == len({*looks})
+    assert CUT in lengths, "the bytes of characters that have no token"
+    data, start = b"".join(pieces), 0
+    for piece, at in zip(pieces, Offsets(0).take(pieces, lengths), strict=True):
+        decoder = getincrementaldecoder("utf-8")("replace")
+        assert at == len(decoder.decode(data[:start]))
+        start += len(piece)
 
 
 @pytest.mark.parametrize("name", ["log_probs", "values"])
