@@ -178,9 +178,9 @@ class _Pieces:
         pieces = self._prompt_pieces
         lengths = None
         if not self._texts.changes_start:
-            lengths = self._texts.lengths(self._sequence.prompt)
-        if not pieces[0] and lengths is not None:
-            lengths[0] = 0
+            lengths = self._texts.lengths(self._sequence.prompt).tolist()
+            if not pieces[0]:
+                lengths[0] = 0  # of a BOS that nobody wrote
         return ",".join(map(str, Offsets(0).take(pieces, lengths)))
 
     def next(self) -> tuple[str, str | None, str | None]:
@@ -200,7 +200,7 @@ class _Pieces:
         ids = self._sequence.tokens[self._told :]
         names = self._texts.quoted(ids).tolist()
         self._offsets = self._offsets or Offsets(len(self._prompt_text))
-        starts = [*map(str, self._offsets.take(self._texts.pieces(ids, begins=False)))]
+        starts = [*map(str, self._offsets.take([*map(self._texts.piece, ids)]))]
         scores = self._sequence.scores
         if self._echo:
             names, starts = [self._prompt_names, *names], [self._prompt_starts, *starts]
@@ -225,12 +225,12 @@ class _Pieces:
         parts = np.empty((*ids.shape, 5), np.object_)
         parts[..., 0] = ","
         parts[:, 0, 0] = "},{"
-        parts[..., 1] = self._texts.quoted(ids)
+        parts[..., 1], looks = self._texts.shown(ids)
         parts[..., 2] = _wholes(":", ones)
         parts[..., 3], parts[..., 4] = _THREE_DIGITS[high], _THREE_DIGITS[low]
         chosen = parts[:, -1, 2:].copy()
         chosen[:, 0] = _wholes(",", ones[:, -1])
-        parts[_repeated(self._texts.looks(ids))] = ""
+        parts[_repeated(looks)] = ""
         return [_together(chosen)[1:]], [_together(parts)[2:] + "}"]
 
 

@@ -75,9 +75,9 @@ class Texts:
         of a character look like `\\xe2`."""
         return self._looked_up(self._quoted, ids)
 
-    def looks(self, ids: Ids) -> NDArray[np.int32]:
-        """The same number for tokens that are shown alike, in the shape of `ids`."""
-        return self._looked_up(self._looks, ids)
+    def shown(self, ids: Ids) -> tuple[Objects, NDArray[np.int32]]:
+        """As `quoted`, and a number that is the same for tokens that are shown alike."""
+        return self.quoted(ids), self._looks[ids]
 
     def lengths(self, ids: Ids) -> NDArray[np.int32]:
         """The characters of the piece of each of `ids`, or CUT."""
@@ -137,21 +137,18 @@ class Offsets:
         self._decoder = _Decoder("replace")
         self._whole = True  # no character has begun and not ended
 
-    def take(self, pieces: Sequence[bytes], lengths: NDArray[np.int32] | None = None) -> list[int]:
+    def take(self, pieces: Sequence[bytes], lengths: Iterable[int] | None = None) -> list[int]:
         """Of each of the next pieces, whose `lengths` are looked for if they are not given."""
-        sizes = np.array([*map(_length, pieces)] if lengths is None else lengths, np.int64)
-        cuts, done, whole = np.flatnonzero(sizes == CUT).tolist(), 0, self._whole
-        for cut in cuts if whole else [0, *cuts]:
-            if cut < done:
-                continue
-            done, whole = cut, False
-            while done < len(pieces) and not whole:
-                sizes[done] = len(self._decoder.decode(pieces[done]))
+        starts, at, whole = list[int](), self._at, self._whole
+        sizes = map(_length, pieces) if lengths is None else lengths
+        for piece, size in zip(pieces, sizes, strict=True):
+            starts.append(at)
+            if whole and size != CUT:
+                at += size
+            else:
+                at += len(self._decoder.decode(piece))
                 whole = not self._decoder.getstate()[0]
-                done += 1
-        ends = self._at + sizes.cumsum()
-        starts: list[int] = (ends - sizes).tolist()
-        self._at, self._whole = int(ends[-1]) if starts else self._at, whole
+        self._at, self._whole = at, whole
         return starts
 
 

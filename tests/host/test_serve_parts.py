@@ -109,8 +109,8 @@ def test_of_tokens_that_look_alike_the_likelier_is_told(top: int) -> None:
         [{" 3": -0.25, " 1": -2}, {" 4": -0.5, " 2": -3.000001}],
     ]
     assert found["top_logprobs"] == [None, *expected[top]]
-    for given, wanted in zip(found["top_logprobs"][1:], expected[top], strict=True):
-        assert list(given) == list(wanted), "the likeliest first"
+    for told, wanted in zip(found["top_logprobs"][1:], expected[top], strict=True):
+        assert list(told) == list(wanted), "the likeliest first"
 
 
 def test_numbers_of_any_size() -> None:
@@ -142,12 +142,12 @@ def test_texts_are_the_same_made_at_once_or_one_by_one() -> None:
     assert pieces == [*map(slow.piece, ids.tolist())]
     names = filled.quoted(ids).tolist()
     assert names == slow.quoted(ids).tolist()
-    lengths, looks = filled.lengths(ids), filled.looks(ids)
+    lengths, looks = filled.lengths(ids), filled.shown(ids)[1]
     np.testing.assert_array_equal(lengths, slow.lengths(ids))
     assert len({*zip(names, looks.tolist(), strict=True)}) == len({*names}) == len({*looks})
     assert CUT in lengths, "the bytes of characters that have no token"
     data, start = b"".join(pieces), 0
-    for piece, at in zip(pieces, Offsets(0).take(pieces, lengths), strict=True):
+    for piece, at in zip(pieces, Offsets(0).take(pieces, lengths.tolist()), strict=True):
         decoder = getincrementaldecoder("utf-8")("replace")
         assert at == len(decoder.decode(data[:start]))
         start += len(piece)
