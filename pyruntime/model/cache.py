@@ -15,6 +15,7 @@ from pyruntime.model.any_cache import AnyCache, Filled
 from pyruntime.model.batch import REGION
 from pyruntime.model.config import ModelConfig
 from pyruntime.ops.attention_schedule import MAPS_LAYOUT, key_maps
+from pyruntime.turns import Deadline
 
 Layout = dict[str, tuple[tuple[int, ...], str]]
 
@@ -37,8 +38,8 @@ class Positions(Protocol):
 class Cache(AnyCache):
     """K/V in device memory: `k` and `v`, and `k_scale` and `v_scale` if there are any.
 
-    `arrays` are all of them, with the tensor maps of a float16 one, and `addresses` where they lie;
-    `owner` may be None, too.
+    `arrays` are all of them, with the tensor maps of a float16 one from each multiple of REGION on,
+    and `addresses` where they lie; `owner` may be None, too.
 
     Array libraries may share the arrays, codes as uint8 since few know e4m3; see `DeviceArray` for
     what they may read while a prefill is under way.
@@ -65,13 +66,13 @@ class Cache(AnyCache):
         self.arrays = tuple(arrays.values())
         self.addresses = tuple([array.ptr for array in self.arrays])
         self._library = library
-        self._maps: DeviceArray | None = None  # of regions: row i of the one at i * REGION
-        self._mapped: set[int] = set()
+        self._maps = arrays.get("maps")
+        self._mapped: set[int] = set()  # positions whose maps have been made
         self.k, self.v = arrays["k"], arrays["v"]
         self.k_scale, self.v_scale = arrays.get("k_scale"), arrays.get("v_scale")
-        if maps := arrays.get("maps"):
+        if self._maps is not None:
             try:
-                maps.upload(key_maps(library, self.k, self.v))
+                self.maps_from(0)
             except BaseException:
                 self.close()
                 raise
@@ -94,10 +95,7 @@ class Cache(AnyCache):
 
     def maps_from(self, first: int) -> int:
         """The address of the tensor maps of a float16 cache's positions from `first` on."""
-        if self._maps is None:
-            (nbytes,), dtype = MAPS_LAYOUT
-            shape = (-(-self.capacity // REGION), nbytes)
-            self._maps = DeviceArray(self.k.device, shape, dtype, what="cache maps of regions")
+        assert self._maps is not None
         row = self._maps.rows(first // REGION, first // REGION + 1)
         if first not in self._mapped:
             row.upload(key_maps(self._library, self.k, self.v, first)[None])
@@ -107,14 +105,12 @@ class Cache(AnyCache):
     def close(self) -> None:
         """Frees the memory, once no call is at work on the model. Idempotent."""
         with nullcontext() if self.owner is None else self.owner.idle():
-            for array in (*self.arrays, self._maps):
-                if array is not None:
-                    array.close()
+            for array in self.arrays:
+                array.close()
 
     @contextmanager
-    def _entry(self) -> Iterator[None]:
-        with self.owner._entry():
-            self.check_open()
+    def _entry(self, timeout: float | Deadline | None = None) -> Iterator[None]:
+        with super()._entry(timeout), self.owner._entry():
             yield
 
     @staticmethod
@@ -161,7 +157,8 @@ def cache_layout(
     numbers = ((*rows, c.head_dim), "float16" if kv_dtype == "f16" else "uint8")
     layout = {"k": numbers, "v": numbers}
     if kv_dtype == "f16":
-        layout["maps"] = MAPS_LAYOUT
+        (nbytes,), dtype = MAPS_LAYOUT
+        layout["maps"] = ((-(-tokens // REGION), nbytes), dtype)
     else:
         layout |= dict.fromkeys(("k_scale", "v_scale"), (rows, "float32"))
     return layout

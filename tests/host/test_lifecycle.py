@@ -135,6 +135,19 @@ def test_plan_is_what_load_and_a_prefill_allocate(
     del result
 
 
+@pytest.mark.parametrize("kv_dtype", KV_DTYPES)
+def test_plan_is_what_load_and_a_list_of_prompts_allocate(
+    driver: FakeDriver, load: Load, kv_dtype: str
+) -> None:
+    """Each prompt but the first has tensor maps of its own."""
+    engine = load(kv_dtype=kv_dtype)
+    engine.prefill([[1] * 3, [2] * 2, [3]], logits="none")
+    planned = Engine.plan(
+        GOLDEN / "tiny-llama-q8_0.gguf", kv_dtype=kv_dtype, max_tokens=16, kv_tokens=64
+    )
+    assert engine.model.device.allocated == planned.total - planned.nbytes["logits"]
+
+
 def test_auto_loads_what_plan_says(driver: FakeDriver, load: Load) -> None:
     model = GOLDEN / "tiny-qwen3-q4_k_m.gguf"
     plan = partial(Engine.plan, model, max_tokens=16, kv_tokens=64)
