@@ -52,8 +52,11 @@ def resolve(model: str | os.PathLike[str], *, progress: bool | None = None) -> P
     always a path. `progress` shows the progress of a known name on stderr, None only on a terminal;
     huggingface_hub shows its own.
 
-    Raises FileNotFoundError for a path that does not exist, DownloadError for all else.
+    Raises FileNotFoundError for a path that does not exist, ValueError for what is neither text nor
+    path, DownloadError for all else.
     """
+    if not isinstance(model, (str, os.PathLike)):
+        raise ValueError(f"model={model!r:.100}: {_names()}, or a path")
     name = os.fspath(model)
     if isinstance(model, str):
         if name in _KNOWN:

@@ -7,10 +7,12 @@ from contextlib import closing
 
 from pyruntime.errors import DriverNotFoundError
 from pyruntime.model.config import KV_DTYPES, ModelConfig
+from pyruntime.model.tokens import check_count
 from pyruntime.ops.attention_choice import check_variant
 
 log = logging.getLogger("pyruntime")
 
+CHOICES = ("weights", "attention", "kv_dtype", "graphs", "overlap", "exact")  # by name
 MAX_TOKENS = 4096  # default rows of one pass, if the model's context is that long
 
 
@@ -35,8 +37,8 @@ def check_options(
 def sizes(config: ModelConfig, max_tokens: int | None, kv_tokens: int | None) -> tuple[int, int]:
     """Rows of one pass, and positions of the internal cache. Raises ValueError."""
     for name, value in (("max_tokens", max_tokens), ("kv_tokens", kv_tokens)):
-        if value is not None and (not isinstance(value, int) or value < 1):
-            raise ValueError(f"{name}={value!r}: it must be an integer of at least 1")
+        if value is not None:
+            check_count(name, value)
     usual = min(MAX_TOKENS, config.context_length)
     rows = usual if max_tokens is None else max_tokens
     return rows, max(rows, usual) if kv_tokens is None else kv_tokens

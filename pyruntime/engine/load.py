@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from inspect import signature
+from typing import TYPE_CHECKING, Any
 
 from pyruntime.engine.interface import Model
 from pyruntime.engine.texts import Texts
 from pyruntime.gguf import GGUFFile
 from pyruntime.model.config import ModelConfig
-from pyruntime.options import check_options, choose_device, free_memory, sizes
+from pyruntime.model.tokens import check_count
+from pyruntime.options import CHOICES, check_options, choose_device, free_memory, sizes
 
 if TYPE_CHECKING:
     from pyruntime.model.footprint import Plan
@@ -101,6 +103,8 @@ class Engine(Texts):
         from pyruntime.hub import resolve
 
         check_options(weights, attention, kv_dtype, graphs, overlap, exact)
+        if memory_budget is not None:
+            check_count("memory_budget", memory_budget, 0)
         with GGUFFile.open(resolve(model)) as file:
             config = ModelConfig.from_gguf(file)
             kv_limit = kv_tokens
@@ -156,43 +160,40 @@ class Engine(Texts):
         cls,
         model: str | os.PathLike[str],
         *,
-        device: str = "auto",
-        weights: str = "auto",
-        attention: str = "auto",
-        kv_dtype: str = "f16",
-        max_tokens: int | None = None,
-        kv_tokens: int | None = None,
-        memory_budget: int | None = None,
-        graphs: str = "auto",
-        overlap: str = "auto",
-        exact: str = "fast",
-        stream: int | None = None,
         memory: int | None = None,
+        **options: Any,
     ) -> Plan:
         """Device bytes by category that `load` with the same options, one cache and a row of logits
         will hold, and what weights "auto" comes to.
 
         Nothing is allocated, and a device is asked for its free memory only if weights are "auto"
-        and `memory` does not give it. `stream` changes nothing, nor does an `attention` that there
-        is: the workspace is the same for all. Counted are our own arrays, not what the driver keeps
+        and `memory` does not give it. Counted are our own arrays, not what the driver keeps
         for itself, nor staging buffers while weights are loaded: up to 128 MiB (more for rows of
         over 8 MiB).
 
         Args:
             memory: free device memory in bytes.
+            options: those of `load`. Some change nothing here, such as `stream`, `progress`, or an
+                `attention` that there is: the workspace is the same for all.
 
         Raises: as `load` does for the file and the options; for the device, where it is asked.
         """
-        check_options(weights, attention, kv_dtype, graphs, overlap, exact)
+        bound = signature(cls.load).bind(model, **options)
+        bound.apply_defaults()
+        given = bound.arguments
+        check_options(**{name: given[name] for name in CHOICES})
+        limits = {"memory": memory, "memory_budget": given["memory_budget"]}
+        known = [check_count(name, n, 0) for name, n in limits.items() if n is not None]
         from pyruntime.hub import resolve
         from pyruntime.model.footprint import plan
 
+        weights, kv_dtype = given["weights"], given["kv_dtype"]
         if memory is None and weights == "auto":
-            memory = free_memory(device)
-        known = [bytes_ for bytes_ in (memory, memory_budget) if bytes_ is not None]
+            free = free_memory(given["device"])
+            known += [] if free is None else [free]
         with GGUFFile.open(resolve(model)) as file:
             config = ModelConfig.from_gguf(file)
-            rows, kv_rows = sizes(config, max_tokens, kv_tokens)
+            rows, kv_rows = sizes(config, given["max_tokens"], given["kv_tokens"])
             return plan(
                 file, config, max_tokens=rows, kv_tokens=kv_rows, kv_dtype=kv_dtype,
                 weights=weights, memory=min(known, default=None),

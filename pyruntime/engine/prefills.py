@@ -17,7 +17,7 @@ from pyruntime.model.batch import NONE
 from pyruntime.model.calls import Call, Hidden, named
 from pyruntime.model.packing import passes
 from pyruntime.model.stats import Stats, Warmed
-from pyruntime.model.tokens import check_tokens
+from pyruntime.model.tokens import check_count, check_tokens
 from pyruntime.turns import NEVER, Deadline
 
 
@@ -51,10 +51,19 @@ class Prefills:
         """By which to tell models apart, see `GGUFFile.fingerprint`."""
         return self._model.fingerprint
 
-    def new_cache(self, tokens: int) -> Any:
-        """An empty K/V cache for `tokens` positions. Raises ValueError, OutOfMemoryError."""
-        self._check_open()
-        return self._model.new_cache(tokens)
+    def new_cache(self, tokens: int, *, timeout: Timeout = None) -> Any:
+        """An empty K/V cache for `tokens` positions, see `AnyCache`.
+
+        Args:
+            timeout: seconds to wait for its turn, as of `AnyCache.fork`.
+
+        Raises: ValueError, OutOfMemoryError; BusyError, EngineError and CudaError as `prefill`.
+        """
+        check_count("tokens", tokens)
+        self._check_closed()
+        with self._model.turns.turn(timeout):
+            self._check_closed()
+            return self._model.new_cache(tokens)
 
     @overload
     def prefill(
@@ -214,7 +223,10 @@ class Prefills:
 
         Raises: as `prefill`; ValueError also for lengths of more kinds than are kept.
         """
-        deadline, wanted = Deadline.of(timeout), list(lengths)
+        deadline = Deadline.of(timeout)
+        if not isinstance(lengths, Iterable):
+            raise ValueError(f"lengths={lengths!r:.100}: a list is needed, even for one length")
+        wanted = list(lengths)
         most = self.config.context_length
         if not continues:
             most = min(most, self._kv_limit or most)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -19,7 +19,7 @@ from pyruntime.model.calls import Call, named
 from pyruntime.model.packing import Part
 from pyruntime.model.scores import GREEDY, TokenScores
 from pyruntime.model.scoring import Score, Scored, ScoredRows, windows
-from pyruntime.model.tokens import check_tokens
+from pyruntime.model.tokens import check_count, check_tokens
 from pyruntime.turns import Deadline
 
 if TYPE_CHECKING:
@@ -114,8 +114,9 @@ class Texts(Prefills):
         Raises: as `prefill`; TokenizerError for text without a vocabulary.
         """
         deadline = Deadline.of(timeout)
-        if isinstance(prompts, str) or isinstance(continuations, str):
-            raise ValueError("prompts and continuations: a list is needed, even for one text")
+        for name, given in (("prompts", prompts), ("continuations", continuations)):
+            if isinstance(given, str) or not isinstance(given, Collection):
+                raise ValueError(f"{name}={given!r:.100}: a list is needed, even for one text")
         if len(prompts) != len(continuations):
             raise ValueError(f"{len(prompts)} prompts and {len(continuations)} continuations")
         pairs = zip(prompts, continuations, strict=True)
@@ -125,7 +126,7 @@ class Texts(Prefills):
     def _score(
         self, texts: Sequence[tuple[Rows, Rows]], most: int, deadline: Deadline
     ) -> list[Score]:
-        _check_bytes(most)
+        check_count("logits_bytes", most)
         scored = Scored(texts)
 
         def step(_: Any, asked: Sequence[Call], batch: Batch, parts: list[Part]) -> None:
@@ -163,7 +164,7 @@ class Texts(Prefills):
         Raises: as `prefill`.
         """
         started, deadline, vocab = time.perf_counter(), Deadline.of(timeout), self.config.vocab
-        _check_bytes(logits_bytes)
+        check_count("logits_bytes", logits_bytes)
         if not 1 <= top <= vocab:
             raise ValueError(f"top={top}: 1 to the {vocab} tokens of the vocabulary")
         count = len(prompts)
@@ -210,8 +211,8 @@ class Texts(Prefills):
         deadline = Deadline.of(timeout)
         ids = self.tokenize(text)
         longest = min(self.config.context_length, self.kv_tokens)
-        window = longest if window is None else window
-        stride = max(window // 2, 1) if stride is None else stride
+        window = longest if window is None else check_count("window", window)
+        stride = max(window // 2, 1) if stride is None else check_count("stride", stride)
         if window < 2 or not 1 <= stride < window:
             raise ValueError(f"window={window}, stride={stride}: at least 2, and 1 to less than it")
         if len(ids) < 2:
@@ -240,8 +241,8 @@ class Texts(Prefills):
         deadline = Deadline.of(timeout)
         if pooling not in ("mean", "last"):
             raise ValueError(f"pooling={pooling!r}: 'mean' or 'last'")
-        if isinstance(texts, str):
-            raise ValueError("texts: a list is needed, even for one text")
+        if isinstance(texts, str) or not isinstance(texts, Iterable):
+            raise ValueError(f"texts={texts!r:.100}: a list is needed, even for one text")
         prompts = named(texts, lambda text: self.tokenize(text, ends=True))
         found = self._prefill(prompts, None, "none", pooling, deadline) if prompts else []
         vectors = np.concatenate([np.empty((0, self.config.hidden)), *(r.hidden for r in found)])
@@ -258,12 +259,9 @@ class Texts(Prefills):
         Raises: as `prefill`; ValueError if n < 0.
         """
         deadline = Deadline.of(timeout)
-        if n < 0:
-            raise ValueError(f"n is {n}; it must not be negative")
+        n = check_count("n", n, 0)
         prompt = check_tokens(ids, self.config.vocab)
-        self._check_open()
-        with self._model.turns.turn(deadline):
-            cache = self.new_cache(len(prompt) + max(n, 1))
+        cache = self.new_cache(len(prompt) + max(n, 1), timeout=deadline)
         step: Ids = prompt
         out: list[int] = []
         stop = self._stop_ids
@@ -280,11 +278,6 @@ class Texts(Prefills):
     def _stop_ids(self) -> frozenset[int]:
         # A model without a vocabulary has no end-of-sequence token.
         return frozenset(self.tokenizer.eos_ids if self.has_vocabulary else ())
-
-
-def _check_bytes(logits_bytes: int) -> None:
-    if logits_bytes < 1:
-        raise ValueError(f"logits_bytes={logits_bytes}: at least 1")
 
 
 def _targets(tokens: Ids, call: Call, vocab: int) -> Rows:

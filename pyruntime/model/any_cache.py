@@ -12,7 +12,8 @@ from numpy.typing import NDArray
 
 from pyruntime.errors import CudaError
 from pyruntime.model.handover import Exported, describe, misfit
-from pyruntime.model.tokens import check_tokens
+from pyruntime.model.tokens import check_count, check_tokens
+from pyruntime.turns import Deadline
 
 
 def _frozen(own: NDArray[np.int32]) -> NDArray[np.int32]:
@@ -83,8 +84,11 @@ class AnyCache(Filled):
     otherwise. `capacity` positions fit, of which the first `length` are filled. `owner` is the
     model that may use it.
 
-    On a GPU `fork`, `export` and `import_` wait until no other call is at work on the model, and
-    also raise EngineError (closed, forked or lost) and CudaError.
+    `fork`, `export` and `import_` take their turn among the calls of the model. `timeout` is how
+    many seconds they may wait for it (and on a GPU for what an earlier call left under way): None
+    is as long as it takes, 0 not at all, and a `Deadline` is one timeout for several calls. They
+    raise BusyError if it has run out by then, EngineError in a forked child, and on a GPU also
+    EngineError (closed or lost) and CudaError.
     """
 
     owner: Any
@@ -99,16 +103,16 @@ class AnyCache(Filled):
         """What K and V are: "f16" or "e4m3"."""
         return "f16" if self.k_scale is None else "e4m3"
 
-    def fork(self, capacity: int | None = None) -> Self:
+    def fork(self, capacity: int | None = None, *, timeout: float | Deadline | None = None) -> Self:
         """A new cache of the same model, for `capacity` positions (default: as many), that holds a
         copy of the filled ones. From then on the two have nothing to do with each other.
 
         Raises ValueError if `capacity` is less than `length`, or this cache is closed, and
         OutOfMemoryError.
         """
-        with self._entry():
+        wanted = self.capacity if capacity is None else check_count("capacity", capacity)
+        with self._entry(timeout):
             tokens = self.tokens
-            wanted = self.capacity if capacity is None else capacity
             if wanted < len(tokens):
                 raise ValueError(f"a fork for {wanted} positions of {len(tokens)} that are filled")
             other: Self = self.owner.new_cache(wanted)
@@ -120,12 +124,12 @@ class AnyCache(Filled):
                 raise
             return other
 
-    def export(self) -> Exported:
+    def export(self, *, timeout: float | Deadline | None = None) -> Exported:
         """A copy of the filled positions in host memory, with all that says what they are.
 
         Raises ValueError if this cache is closed.
         """
-        with self._entry():
+        with self._entry(timeout):
             tokens, arrays = self.tokens, {}
             for name, held in self._numbers().items():
                 shape = (*held.shape[:2], len(tokens), *held.shape[3:])
@@ -133,15 +137,18 @@ class AnyCache(Filled):
                 self._copy(arrays[name], held, len(tokens))
             return Exported(self._header(len(tokens)), tokens, arrays)
 
-    def import_(self, exported: Exported) -> None:
+    def import_(self, exported: Exported, *, timeout: float | Deadline | None = None) -> None:
         """Puts what `export` gave of a cache of the same model in place of what this one holds.
 
         The dtype must be the same, too: see `Exported.astype` for one of a GPU and one of NumPy.
 
         Raises HandoverError if it does not fit, naming the field, theirs and ours, and ValueError
-        if this cache is closed; it is as it was then. If the driver fails in between it is empty.
+        if this cache is closed or `exported` is something else; it is as it was then. If the driver
+        fails in between it is empty.
         """
-        with self._entry():
+        if not isinstance(exported, Exported):
+            raise ValueError(f"exported={exported!r:.100}: what `export` or `Exported.load` gave")
+        with self._entry(timeout):
             exported.require(self._header(exported.positions))
             if exported.positions > self.capacity:
                 here = f"this one is for {self.capacity}"
@@ -158,10 +165,11 @@ class AnyCache(Filled):
         """Frees the memory, once no call is at work on the model. Idempotent."""
 
     @contextmanager
-    def _entry(self) -> Iterator[None]:
-        """Around what reads or writes the arrays."""
-        self.check_open()
-        yield
+    def _entry(self, timeout: float | Deadline | None = None) -> Iterator[None]:
+        """Around what reads or writes the arrays: a turn."""
+        with self.owner.turns.turn(timeout):
+            self.check_open()
+            yield
 
     @staticmethod
     @abstractmethod

@@ -169,7 +169,7 @@ class Exported:
         asked for as the file's size has it, whatever stands in the file.
         """
         try:
-            with zipfile.ZipFile(path) as archive:
+            with zipfile.ZipFile(os.fspath(path)) as archive:
                 names = dict.fromkeys(archive.namelist())
                 if not {"header.npy", "tokens.npy"} <= names.keys() <= _ENTRIES:
                     raise HandoverError(f"it holds {shown(repr([*names]))}")

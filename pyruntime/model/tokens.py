@@ -1,11 +1,21 @@
-"""The check of token ids that every backend makes before it uses them as an index."""
+"""The checks of what callers give: token ids before they are an index, and counts."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 INT32, UINT64 = np.dtype(np.int32), np.dtype(np.uint64)
+
+
+def check_count(name: str, value: Any, least: int = 1) -> int:
+    """An argument that is an integer of at least `least`. Raises ValueError, naming it."""
+    whole = isinstance(value, (int, np.integer)) and not isinstance(value, bool)
+    if not whole or value < least:
+        raise ValueError(f"{name}={value!r:.100}: it must be an integer of at least {least}")
+    return int(value)
 
 
 def check_tokens(ids: ArrayLike, vocab: int, *, empty: bool = False) -> NDArray[np.int32]:

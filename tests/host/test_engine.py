@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from inspect import signature
 from typing import Any
@@ -17,7 +18,8 @@ from pyruntime.model.config import KV_DTYPES
 
 TINY = "tiny-qwen3-q4_k_m"
 PATH = GOLDEN / f"{TINY}.gguf"
-MAPS = 512  # bytes of the tensor maps of an fp16 cache: of K and of V, for two heights of box
+# Bytes of tensor maps for each sixteen positions of an fp16 cache: of K and V, two heights of box
+MAPS = 512
 
 
 @pytest.fixture(scope="module")
@@ -93,11 +95,42 @@ def test_too_long_a_prompt_changes_nothing(engine: Engine) -> None:
         {"max_tokens": 0},
         {"max_tokens": 1.5},
         {"kv_tokens": "64"},
+        {"memory_budget": "1 GB"},
+        {"model": 5},
     ],
 )
 def test_options_that_do_not_exist_are_refused(option: dict[str, object]) -> None:
     with pytest.raises(ValueError, match=next(iter(option))):
-        Engine.load(PATH, **{"device": "cpu", **option})
+        Engine.load(**{"model": PATH, "device": "cpu", **option})
+
+
+@pytest.mark.parametrize(
+    ("name", "call"),
+    [
+        ("lengths", lambda engine: engine.warm(5)),
+        ("tokens", lambda engine: engine.new_cache(None)),
+        ("tokens", lambda engine: engine.new_cache(2.5)),
+        ("capacity", lambda engine: engine.new_cache(1).fork("2")),
+        ("exported", lambda engine: engine.new_cache(1).import_({})),
+        ("n", lambda engine: engine.generate([1], None)),
+        ("n", lambda engine: engine.generate([1], -1)),
+        ("prompts", lambda engine: engine.score(5, [[1]])),
+        ("continuations", lambda engine: engine.score([[1]], None)),
+        ("logits_bytes", lambda engine: engine.score([[1]], [[2]], logits_bytes=None)),
+        ("logits_bytes", lambda engine: engine.perplexity([1, 2], logits_bytes=0.5)),
+        ("window", lambda engine: engine.perplexity([1, 2], window="all")),
+        ("stride", lambda engine: engine.perplexity([1, 2], window=2, stride=1.0)),
+        ("texts", lambda engine: engine.embed(None)),
+        ("memory", lambda engine: Engine.plan(PATH, memory="all")),
+        ("memory_budget", lambda engine: Engine.plan(PATH, weights="fp16", memory_budget=-1)),
+        ("model", lambda engine: Engine.plan(None)),
+    ],
+)
+def test_an_argument_of_a_wrong_kind_is_named(
+    engine: Engine, name: str, call: Callable[[Engine], object]
+) -> None:
+    with pytest.raises(ValueError, match=f"^{name}="):
+        call(engine)
 
 
 def test_numpy_launches_nothing(engine: Engine) -> None:
@@ -155,9 +188,10 @@ def test_an_e4m3_cache_takes_half_and_its_scales_and_a_layer_of_fp16() -> None:
     )
     c = Engine.load(PATH, device="cpu").config
     rows = c.layers * c.kv_heads * 32
-    assert wide["kv_cache"] == 2 * 2 * rows * c.head_dim + MAPS
+    maps = 2 * MAPS  # of the positions from 0 and from 16 on
+    assert wide["kv_cache"] == 2 * 2 * rows * c.head_dim + maps
     assert narrow.pop("kv_cache") == 2 * (rows * c.head_dim + 4 * rows)
-    assert (narrow.pop("kv_staging") - MAPS) * c.layers == wide.pop("kv_cache") - MAPS
+    assert (narrow.pop("kv_staging") - maps) * c.layers == wide.pop("kv_cache") - maps
     assert narrow == wide and "kv_staging" not in wide
 
 
@@ -192,10 +226,21 @@ def test_plan_counts_a_table_for_each_form_of_rope() -> None:
 
 
 def test_plan_takes_the_options_of_load() -> None:
-    load, plan = (set(signature(f).parameters) for f in (Engine.load, Engine.plan))
-    assert load - plan == {"progress"} and plan - load == {"memory"}
-    options = {"device": "cuda:0", "weights": "fp16", "graphs": "off", "stream": 3}
-    assert Engine.plan(PATH, **options) == Engine.plan(PATH, weights="fp16")
+    usual = Engine.plan(PATH, weights="fp16")
+    changed = {
+        "device": "cuda:0", "graphs": "off", "overlap": "off", "exact": "invariant", "stream": 3,
+        "progress": print, "memory_budget": usual.total,
+    }  # fmt: skip
+    sizes = {"max_tokens": 7, "kv_tokens": 9, "kv_dtype": "e4m3"}
+    choices = {"weights": "fp16", "attention": "invariant"}
+    assert signature(Engine.load).parameters.keys() == {"model", *changed, *sizes, *choices}
+    for name, value in changed.items():
+        found = Engine.plan(PATH, **choices, **{name: value})
+        assert found.nbytes == usual.nbytes and found.fits, name
+    for name, value in sizes.items():
+        assert Engine.plan(PATH, **choices, **{name: value}).total < usual.total, name
+    with pytest.raises(TypeError, match="'kv_tokns'"):
+        Engine.plan(PATH, kv_tokns=3)
     with pytest.raises(ValueError, match="weights"):
         Engine.plan(PATH, weights="int8")
 

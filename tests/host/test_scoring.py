@@ -335,7 +335,7 @@ def test_texts_that_differ_in_their_last_token_are_run_once(
 def test_scores_need_as_many_of_both(engine: Engine) -> None:
     with pytest.raises(ValueError, match="2 prompts and 1 continuations"):
         engine.score([[1], [2]], [[1]])
-    with pytest.raises(ValueError, match="a list is needed, even for one text"):
+    with pytest.raises(ValueError, match="prompts='one': a list is needed, even for one text"):
         engine.score("one", "two")
     with pytest.raises(ValueError, match="prompt 2: 41 tokens"):
         engine.score([[], [1], [2] * 41], [[], [1], [1]])

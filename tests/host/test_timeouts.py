@@ -7,6 +7,7 @@ import math
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import count
 from types import SimpleNamespace
 from typing import Any
@@ -301,6 +302,7 @@ ALL_CALLS: list[Callable[..., object]] = [
     lambda engine, **more: engine.score([[1]], [[2]], **more),
     lambda engine, **more: engine.perplexity([1, 2], **more),
     lambda engine, **more: engine.embed([[1, 2]], **more),
+    lambda engine, **more: engine.new_cache(1, **more),
 ]
 
 
@@ -369,13 +371,16 @@ def test_busy_while_another_call_is_served(
 ) -> None:
     engine = load(device=device)
     engine.prefill([1], timeout=0)
+    cache = engine.new_cache(1)
+    calls = [partial(call, engine) for call in ALL_CALLS]
+    calls += [cache.fork, cache.export, partial(cache.import_, cache.export(timeout=0))]
     stuck = Stuck(engine, monkeypatch)
     running = start(engine.prefill, [1])
     assert stuck.inside.wait(LONG)
     for timeout in (0, SHORT):
-        for call in ALL_CALLS:
+        for call in calls:
             with pytest.raises(BusyError, match=r"calls before it: 1$"):
-                call(engine, timeout=timeout)
+                call(timeout=timeout)
     stuck.over.set()
     finish(running)
     engine.prefill([1], timeout=0)
