@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import signal
 import socket
 import sys
@@ -129,6 +130,8 @@ def _serve(args: argparse.Namespace, engine: Engine, listener: socket.socket) ->
     # It stops by itself at these signals, but then raises them again.
     for stop in (signal.SIGINT, signal.SIGTERM):
         signal.signal(stop, server.handle_exit)
+    gc.collect()
+    gc.freeze()  # what there is now stays: no collection while a request waits needs to look at it
     try:
         _say_ready(args, engine, name, listener)
         server.run(sockets=[listener])
