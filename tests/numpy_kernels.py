@@ -176,6 +176,14 @@ def _dequant(work: Work) -> None:
     work.store(out, _weights(name, packed.tobytes(), columns))
 
 
+def _repack(work: Work) -> None:
+    """Rows stay as in the file: where bytes lie matters to kernels alone."""
+    given, out = work.given, work.array("out")
+    first, last = given["first"], given["first"] + given["rows"]
+    work.covers(0, given["rows"] * given["row_blocks"], int(work.tile["blocks"]))
+    out[first:last] = work.array("source").ravel()[: out[first:last].size].reshape(-1, out.shape[1])
+
+
 def _rows(work: Work) -> None:
     if work.tile["op"] == "logits":
         _logits(work)
@@ -390,5 +398,5 @@ def _pool(work: Work) -> None:
 FAMILIES: dict[str, Callable[[Work], None]] = {
     "dequant": _dequant, "rows": _rows, "norm": _norm, "gemm": _gemm, "rope": _rope,
     "widen": _widen, "schedule": _schedule, "attention": _attention, "softcap": _softcap,
-    "scores": _scores, "pool": _pool,
+    "scores": _scores, "pool": _pool, "repack": _repack,
 }  # fmt: skip
