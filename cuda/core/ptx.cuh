@@ -117,6 +117,13 @@ __device__ __forceinline__ float exp2_approx(float x) {
   return y;
 }
 
+// max.NaN (9.7.3.12): the larger one; NaN if one of them is.
+__device__ __forceinline__ float max_or_nan(float x, float y) {
+  float larger;
+  asm("max.NaN.f32 %0, %1, %2;\n" : "=f"(larger) : "f"(x), "f"(y));
+  return larger;
+}
+
 // rcp.approx (9.7.3.13): 1 / x, 1 ulp; 1 / inf = 0.
 __device__ __forceinline__ float reciprocal_approx(float x) {
   float y;
