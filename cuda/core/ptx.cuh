@@ -64,6 +64,34 @@ __device__ __forceinline__ void mma_16816(float (&c)[4], const uint32_t (&a)[4],
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
+// ld.global.nc of one, two or four words that no kernel writes while this one runs. Where nobody
+// else will want them they leave no trace in L1. `volatile`: they stay before a wait that they are
+// before.
+__device__ __forceinline__ void load_once(uint32_t (&r)[1], const void* from) {
+  asm volatile("ld.global.nc.L1::no_allocate.b32 %0, [%1];\n" : "=r"(r[0]) : "l"(from));
+}
+__device__ __forceinline__ void load_once(uint32_t (&r)[2], const void* from) {
+  asm volatile("ld.global.nc.L1::no_allocate.v2.b32 {%0, %1}, [%2];\n"
+               : "=r"(r[0]), "=r"(r[1])
+               : "l"(from));
+}
+__device__ __forceinline__ void load_once(uint32_t (&r)[4], const void* from) {
+  asm volatile("ld.global.nc.L1::no_allocate.v4.b32 {%0, %1, %2, %3}, [%4];\n"
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+               : "l"(from));
+}
+__device__ __forceinline__ void load_constant(uint32_t (&r)[1], const void* from) {
+  asm volatile("ld.global.nc.b32 %0, [%1];\n" : "=r"(r[0]) : "l"(from));
+}
+__device__ __forceinline__ void load_constant(uint32_t (&r)[2], const void* from) {
+  asm volatile("ld.global.nc.v2.b32 {%0, %1}, [%2];\n" : "=r"(r[0]), "=r"(r[1]) : "l"(from));
+}
+__device__ __forceinline__ void load_constant(uint32_t (&r)[4], const void* from) {
+  asm volatile("ld.global.nc.v4.b32 {%0, %1, %2, %3}, [%4];\n"
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+               : "l"(from));
+}
+
 // st.global.v2, .v4: one store, where the compiler would split an assignment under a condition.
 __device__ __forceinline__ void store_words(void* to, uint32_t x, uint32_t y) {
   asm volatile("st.global.v2.b32 [%0], {%1, %2};\n" ::"l"(to), "r"(x), "r"(y) : "memory");

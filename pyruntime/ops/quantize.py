@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -81,7 +82,7 @@ def quantize(
         ValueError: arrays that do not belong together.
     """
     k = _check(plane, max_rows, {"x": (x, "float16")})
-    kernel = kernel or _kernel(library, max_rows, op="quantize")
+    kernel = kernel or _kernel(library, max_rows, k, op="quantize")
     program.add(
         kernel,
         grid=_grid(kernel, max_rows, k),
@@ -128,7 +129,7 @@ def norm_quantize(
     arrays = {"x": (x, "float32")} | ({"branch": (branch, "float32")} if branch else {})
     k = _check(plane, max_rows, arrays | _copy(y), {"weight": weight, "post": post})
     op = "residual" if joins else "norm"
-    kernel = kernel or _kernel(library, max_rows, op=op, copy=int(y is not None))
+    kernel = kernel or _kernel(library, max_rows, k, op=op, copy=int(y is not None))
     program.add(
         kernel,
         grid=_grid(kernel, max_rows, k),
@@ -172,7 +173,7 @@ def gated_quantize(
         raise ValueError(f"quantize: {activation!r} is none of {', '.join(ACTIVATIONS)}")
     k = _check(plane, max_rows, {"gate": (gate, "float16"), "up": (up, "float16")} | _copy(y))
     copy = int(y is not None)
-    kernel = kernel or _kernel(library, max_rows, op="gated", activation=activation, copy=copy)
+    kernel = kernel or _kernel(library, max_rows, k, op="gated", activation=activation, copy=copy)
     program.add(
         kernel,
         grid=_grid(kernel, max_rows, k),
@@ -184,8 +185,8 @@ def gated_quantize(
     )
 
 
-def _kernel(library: Library, max_rows: int, **wanted: str | int) -> Kernel:
-    """The row for as many rows per block as leave two blocks for every multiprocessor."""
+def _kernel(library: Library, max_rows: int, k: int, **wanted: str | int) -> Kernel:
+    """The row for the most rows per block that leave two blocks for every multiprocessor."""
     found = [
         kernel
         for kernel in library.family("quantize")
@@ -194,7 +195,8 @@ def _kernel(library: Library, max_rows: int, **wanted: str | int) -> Kernel:
     if not found:
         raise CubinError(f"no quantize kernel with {wanted}")
     found.sort(key=_rows)
-    many = [k for k in found if max_rows // _rows(k) >= 2 * library.device.sm_count]
+    enough = 2 * library.device.sm_count
+    many = [kernel for kernel in found if math.prod(_grid(kernel, max_rows, k)) >= enough]
     return many[-1] if many else found[0]
 
 

@@ -110,7 +110,8 @@ def device_scales(x: Quantized) -> Array:
 def product(x: Quantized, packed: NDArray[np.uint8], type_name: str) -> Array:
     """float32 [rows, n]: activations times the weights of packed rows [n, bytes of a row].
 
-    Groups are added in float32 in the order of k; then the mins' part is subtracted.
+    Groups are added in float32 in the order of k; then the mins' part is subtracted. Of mins for 16
+    weights (Q2_K) the sums are not rounded to tf32.
     """
     weights = parts(packed, type_name)
     rows, (n, k), groups = len(x.q), weights.q.shape, weights.scales.shape[1]
@@ -126,7 +127,7 @@ def product(x: Quantized, packed: NDArray[np.uint8], type_name: str) -> Array:
         return out
     sums = x.sums
     if size < GROUP:
-        sums = tf32(scales * x.q.reshape(rows, groups, size).sum(2).astype(np.float32))
+        sums = scales * x.q.reshape(rows, groups, size).sum(2).astype(np.float32)
     return out - sums @ weights.mins.T
 
 

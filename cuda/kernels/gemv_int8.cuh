@@ -1,0 +1,611 @@
+// Products of a few quantized rows (quantize.cuh) with packed weights (quant/planes.cuh) by dp4a:
+// acc[t][row] = sum over k of x[t] * w[row], for up to Tokens live rows t.
+//
+//   f32  c[t][column + row]  = scale * acc
+//   f16  the same in fp16
+//   add  c[t][column + row] += scale * acc
+//
+// A warp has a tile of RowLanes * kRows rows of weights and, of each, 32 / RowLanes units side by
+// side at a time: a unit is 16 bytes of a plane of values (q8_0: 32) and what belongs to them.
+// Every lane has a unit of each of its kRows rows at once, whose loads wait together, and reads the
+// activations that belong to it once for all of them. `split` neighbouring warps share the units of
+// a tile, taking turns; their sums are added in the order of the warps. Row lanes are as many as
+// make a tile's heads whole sectors.
+//
+// A block loads its first units before it waits for the kernel before: no kernel writes weights.
+//
+// Products of integers are counted on top of the bits of M = 1.5 * 2^23, so that as a float they
+// are M + product: d (M + product) - M d is what the activations' scales are kept for. Weights with
+// a bias (q - 8 ...) are multiplied without it; bias times the sum of the activations is subtracted
+// from M before.
+//
+// Grid: n / (rows of all tiles of a block), rounded up. Bytes: the packed weights, once.
+#pragma once
+
+#include "../core/live.cuh"
+#include "../core/ptx.cuh"
+#include "../core/spec.cuh"
+#include "../quant/planes.cuh"
+#include "../quant/unpack.cuh"
+
+namespace gemv {
+
+constexpr int kRows = 4;  // of a lane
+
+// N bytes of weights, aligned to them.
+template <int N>
+struct Words {
+  uint32_t w[(N + 3) / 4];
+};
+
+// The two-byte fields of kRows neighbouring rows, by row.
+struct Halves {
+  Words<2 * kRows> bits;
+  __device__ __forceinline__ void load(const uint8_t* from) { ptx::load_constant(bits.w, from); }
+  __device__ __forceinline__ float operator[](int r) const {
+    return quant::half_value(uint16_t(bits.w[r / 2] >> 16 * (r % 2)));
+  }
+};
+
+// The four-byte fields of kRows neighbouring rows: two halves each.
+struct Pairs {
+  Words<4 * kRows> bits;
+  __device__ __forceinline__ void load(const uint8_t* from) { ptx::load_constant(bits.w, from); }
+  __device__ __forceinline__ float low(int r) const {
+    return quant::half_value(uint16_t(bits.w[r]));
+  }
+  __device__ __forceinline__ float high(int r) const {
+    return quant::half_value(uint16_t(bits.w[r] >> 16));
+  }
+};
+
+// Where a lane's rows lie.
+struct Place {
+  const uint8_t* w;  // the tensor
+  int64_t n, blocks;
+  int row;  // the first of kRows
+
+  template <int Field, class Block>
+  __device__ __forceinline__ const uint8_t* at(int r, int block) const {
+    constexpr quant::Plane plane = quant::Planes<Block>::all[Field];
+    return w + plane.place(n, blocks, row + r, block);
+  }
+};
+
+// Mins: none; one for each group of 32, times the plane's sums; or one for each fold, times the
+// exact sum of its 16 activations.
+enum class Mins { none, group, fold };
+
+// What a lane holds of kRows rows. Every type has
+//   kUnits    units of a block
+//   kFolds    scales of a unit; a fold's integers are summed up before they are scaled
+//   kWords    of four weights in a fold
+//   kBias     of the words
+//   column(unit, fold)              of the fold's first weight within the block
+//   load(place, block, unit)
+//   words(r, unit, fold, words)     integers of row r, four to a word
+//   scale(r, unit, fold)            of row r
+//   min(r, unit, fold)              of row r: of the unit's group, or of the fold
+template <class Block>
+struct Unit;
+
+// 32 nibbles in 16 bytes: the low ones, then the high ones.
+__device__ __forceinline__ void nibbles(const uint32_t (&q)[4], uint32_t (&words)[8]) {
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    words[i] = q[i] & 0x0f0f0f0fu;
+    words[4 + i] = q[i] >> 4 & 0x0f0f0f0fu;
+  }
+}
+
+// Bits 4i ... 4i + 3 of `high` on top of the nibbles of word i.
+__device__ __forceinline__ void fifth_bits(uint32_t high, uint32_t (&words)[8]) {
+#pragma unroll
+  for (int i = 0; i < 8; ++i) words[i] |= (high >> 4 * i & 15) * 0x02040810u & 0x10101010u;
+}
+
+// Signed bytes of the codebook for the nibbles of each word.
+__device__ __forceinline__ void look_up(uint32_t (&words)[8]) {
+#pragma unroll
+  for (uint32_t& word : words) word = quant::codes(word) ^ 0x80808080u;
+}
+
+template <class Block>
+struct BlockUnit {  // a block of 32
+  static constexpr int kUnits = 1, kFolds = 1, kWords = 8, kBias = 0;
+  static constexpr Mins kMins = Mins::none;
+  static __device__ __forceinline__ int column(int, int) { return 0; }
+};
+
+template <class Block, int Bias>
+struct NibbleUnit : BlockUnit<Block> {
+  static constexpr int kBias = Bias;
+  Words<16> q[kRows];
+  Halves d;
+  __device__ __forceinline__ void load(const Place& at, int block, int) {
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) ptx::load_once(q[r].w, at.at<0, Block>(r, block));
+    d.load(at.at<1, Block>(0, block));
+  }
+  __device__ __forceinline__ void words(int r, int, int, uint32_t (&words)[8]) const {
+    nibbles(q[r].w, words);
+  }
+  __device__ __forceinline__ float scale(int r, int, int) const { return d[r]; }
+};
+
+template <>
+struct Unit<quant::block_q4_0> : NibbleUnit<quant::block_q4_0, 8> {};
+
+template <>
+struct Unit<quant::block_iq4_nl> : NibbleUnit<quant::block_iq4_nl, 0> {
+  __device__ __forceinline__ void words(int r, int, int, uint32_t (&words)[8]) const {
+    nibbles(q[r].w, words);
+    look_up(words);
+  }
+};
+
+template <>
+struct Unit<quant::block_q4_1> : BlockUnit<quant::block_q4_1> {
+  using Block = quant::block_q4_1;
+  static constexpr Mins kMins = Mins::group;
+  Words<16> q[kRows];
+  Pairs dm;
+  __device__ __forceinline__ void load(const Place& at, int block, int) {
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) ptx::load_once(q[r].w, at.at<0, Block>(r, block));
+    dm.load(at.at<1, Block>(0, block));
+  }
+  __device__ __forceinline__ void words(int r, int, int, uint32_t (&words)[8]) const {
+    nibbles(q[r].w, words);
+  }
+  __device__ __forceinline__ float scale(int r, int, int) const { return dm.low(r); }
+  __device__ __forceinline__ float min(int r, int, int) const { return -dm.high(r); }
+};
+
+template <>
+struct Unit<quant::block_q5_0> : BlockUnit<quant::block_q5_0> {
+  using Block = quant::block_q5_0;
+  static constexpr int kBias = 16;
+  Words<16> q[kRows];
+  Words<4> high[kRows];
+  Halves d;
+  __device__ __forceinline__ void load(const Place& at, int block, int) {
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+      ptx::load_once(q[r].w, at.at<0, Block>(r, block));
+      ptx::load_once(high[r].w, at.at<1, Block>(r, block));
+    }
+    d.load(at.at<2, Block>(0, block));
+  }
+  __device__ __forceinline__ void words(int r, int, int, uint32_t (&words)[8]) const {
+    nibbles(q[r].w, words);
+    fifth_bits(high[r].w[0], words);
+  }
+  __device__ __forceinline__ float scale(int r, int, int) const { return d[r]; }
+};
+
+template <>
+struct Unit<quant::block_q5_1> : BlockUnit<quant::block_q5_1> {
+  using Block = quant::block_q5_1;
+  static constexpr Mins kMins = Mins::group;
+  Words<16> q[kRows];
+  Words<4> high[kRows];
+  Pairs dm;
+  __device__ __forceinline__ void load(const Place& at, int block, int) {
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+      ptx::load_once(q[r].w, at.at<0, Block>(r, block));
+      ptx::load_once(high[r].w, at.at<1, Block>(r, block));
+    }
+    dm.load(at.at<2, Block>(0, block));
+  }
+  __device__ __forceinline__ void words(int r, int, int, uint32_t (&words)[8]) const {
+    nibbles(q[r].w, words);
+    fifth_bits(high[r].w[0], words);
+  }
+  __device__ __forceinline__ float scale(int r, int, int) const { return dm.low(r); }
+  __device__ __forceinline__ float min(int r, int, int) const { return -dm.high(r); }
+};
+
+template <>
+struct Unit<quant::block_q8_0> : BlockUnit<quant::block_q8_0> {
+  using Block = quant::block_q8_0;
+  Words<16> q[kRows][2];
+  Halves d;
+  __device__ __forceinline__ void load(const Place& at, int block, int) {
+#pragma unroll
+    for (int r = 0; r < kRows; ++r)
+#pragma unroll
+      for (int i = 0; i < 2; ++i) ptx::load_once(q[r][i].w, at.at<0, Block>(r, block) + 16 * i);
+    d.load(at.at<1, Block>(0, block));
+  }
+  __device__ __forceinline__ void words(int r, int, int, uint32_t (&words)[8]) const {
+#pragma unroll
+    for (int i = 0; i < 8; ++i) words[i] = q[r][i / 4].w[i % 4];
+  }
+  __device__ __forceinline__ float scale(int r, int, int) const { return d[r]; }
+};
+
+// Unit u: bytes 16u ... 16u + 15 of q, half of group 2j below and of group 2j + 1 above, j = u / 2.
+// The unit also takes care of the min of group u.
+template <class Block>
+struct KUnit {
+  static constexpr int kUnits = 8, kFolds = 2, kWords = 4, kBias = 0;
+  static constexpr Mins kMins = Mins::group;
+  Words<16> q[kRows], head[kRows];
+  static __device__ __forceinline__ int column(int unit, int fold) {
+    return unit / 2 * 64 + fold * 32 + unit % 2 * 16;
+  }
+  template <int Head>
+  __device__ __forceinline__ void load_head(const Place& at, int block, int unit) {
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+      ptx::load_once(q[r].w, at.at<0, Block>(r, block) + 16 * unit);
+      ptx::load_constant(head[r].w, at.at<Head, Block>(r, block));
+    }
+  }
+  __device__ __forceinline__ void words(int r, int, int fold, uint32_t (&words)[4]) const {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) words[i] = q[r].w[i] >> 4 * fold & 0x0f0f0f0fu;
+  }
+  // Bits: blocks.cuh. The scales of groups 2j and 2j + 1 side by side.
+  __device__ __forceinline__ float scale(int r, int unit, int fold) const {
+    const int j = unit / 2, shift = 16 * (j % 2);
+    const uint32_t first = head[r].w[1] >> shift, third = head[r].w[3] >> shift;
+    const uint32_t both = j < 2 ? first & 0x3f3fu : (third & 0x0f0fu) | (first >> 2 & 0x3030u);
+    return quant::half_value(uint16_t(head[r].w[0])) * float(int(both >> 8 * fold & 63));
+  }
+  __device__ __forceinline__ float min(int r, int unit, int) const {
+    const int shift = 8 * (unit % 4);
+    const uint32_t second = head[r].w[2] >> shift, third = head[r].w[3] >> shift;
+    const uint32_t min = unit < 4 ? second & 63 : (third >> 4 & 15) | (second >> 2 & 48);
+    return quant::half_value(uint16_t(head[r].w[0] >> 16)) * float(int(min));
+  }
+};
+
+template <>
+struct Unit<quant::block_q4_k> : KUnit<quant::block_q4_k> {
+  __device__ __forceinline__ void load(const Place& at, int block, int unit) {
+    load_head<1>(at, block, unit);
+  }
+};
+
+template <>
+struct Unit<quant::block_q5_k> : KUnit<quant::block_q5_k> {
+  Words<16> high[kRows];
+  __device__ __forceinline__ void load(const Place& at, int block, int unit) {
+    load_head<2>(at, block, unit);
+#pragma unroll
+    for (int r = 0; r < kRows; ++r)
+      ptx::load_constant(high[r].w, at.at<1, quant::block_q5_k>(r, block) + unit % 2 * 16);
+  }
+  __device__ __forceinline__ void words(int r, int unit, int fold, uint32_t (&words)[4]) const {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const uint32_t fifth = high[r].w[i] >> (unit / 2 * 2 + fold) & 0x01010101u;
+      words[i] = (q[r].w[i] >> 4 * fold & 0x0f0f0f0fu) | fifth << 4;
+    }
+  }
+};
+
+// Unit u: bytes 16u ... 16u + 15 of `low`: half u / 4, and of it elements 32t + 16h ..., t = a
+// below and a + 2 above, a = u / 2 % 2, h = u % 2.
+template <>
+struct Unit<quant::block_q6_k> {
+  using Block = quant::block_q6_k;
+  static constexpr int kUnits = 8, kFolds = 2, kWords = 4, kBias = 32;
+  static constexpr Mins kMins = Mins::none;
+  Words<16> low[kRows], high[kRows];
+  Words<8> scales[kRows];
+  Halves d;
+  static __device__ __forceinline__ int column(int unit, int fold) {
+    return unit / 4 * 128 + fold * 64 + unit % 4 * 16;
+  }
+  __device__ __forceinline__ void load(const Place& at, int block, int unit) {
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+      ptx::load_once(low[r].w, at.at<0, Block>(r, block) + 16 * unit);
+      ptx::load_constant(high[r].w, at.at<1, Block>(r, block) + unit / 4 * 32 + unit % 2 * 16);
+      ptx::load_constant(scales[r].w, at.at<2, Block>(r, block) + unit / 4 * 8);
+    }
+    d.load(at.at<3, Block>(0, block));
+  }
+  __device__ __forceinline__ void words(int r, int unit, int fold, uint32_t (&words)[4]) const {
+    const int a = unit / 2 % 2;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const uint32_t bits = high[r].w[i] >> 2 * a;  // those of t = a, and four further up of a + 2
+      words[i] =
+          (low[r].w[i] >> 4 * fold & 0x0f0f0f0fu) | ((fold ? bits : bits << 4) & 0x30303030u);
+    }
+  }
+  __device__ __forceinline__ float scale(int r, int unit, int fold) const {
+    return d[r] * float(int(scales[r].w[fold] << (24 - 8 * (unit % 4))) >> 24);
+  }
+};
+
+// Unit u: bytes 16u ... 16u + 15 of q: half u / 2, and of it elements 32t + 16h ..., h = u % 2, of
+// all t.
+template <class Block>
+struct PairsUnit {
+  static constexpr int kUnits = 4, kFolds = 4, kWords = 4, kBias = 0;
+  Words<16> q[kRows];
+  static __device__ __forceinline__ int column(int unit, int fold) {
+    return unit / 2 * 128 + fold * 32 + unit % 2 * 16;
+  }
+};
+
+template <>
+struct Unit<quant::block_q2_k> : PairsUnit<quant::block_q2_k> {
+  using Block = quant::block_q2_k;
+  static constexpr Mins kMins = Mins::fold;
+  Words<8> scales[kRows];  // of the half
+  Pairs dm;
+  __device__ __forceinline__ void load(const Place& at, int block, int unit) {
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+      ptx::load_once(q[r].w, at.at<0, Block>(r, block) + 16 * unit);
+      ptx::load_constant(scales[r].w, at.at<1, Block>(r, block) + unit / 2 * 8);
+    }
+    dm.load(at.at<2, Block>(0, block));
+  }
+  __device__ __forceinline__ void words(int r, int, int fold, uint32_t (&words)[4]) const {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) words[i] = q[r].w[i] >> 2 * fold & 0x03030303u;
+  }
+  __device__ __forceinline__ uint32_t group(int r, int unit, int fold) const {
+    return scales[r].w[fold / 2] >> (16 * (fold % 2) + 8 * (unit % 2));
+  }
+  __device__ __forceinline__ float scale(int r, int unit, int fold) const {
+    return dm.low(r) * float(int(group(r, unit, fold) & 15));
+  }
+  __device__ __forceinline__ float min(int r, int unit, int fold) const {
+    return dm.high(r) * float(int(group(r, unit, fold) >> 4 & 15));
+  }
+};
+
+template <>
+struct Unit<quant::block_q3_k> : PairsUnit<quant::block_q3_k> {
+  using Block = quant::block_q3_k;
+  static constexpr int kBias = 4;
+  static constexpr Mins kMins = Mins::none;
+  Words<16> high[kRows];
+  Words<4> scales[kRows][3];
+  Halves d;
+  __device__ __forceinline__ void load(const Place& at, int block, int unit) {
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+      ptx::load_once(q[r].w, at.at<0, Block>(r, block) + 16 * unit);
+      ptx::load_constant(high[r].w, at.at<1, Block>(r, block) + unit % 2 * 16);
+#pragma unroll
+      for (int i = 0; i < 3; ++i)
+        ptx::load_constant(scales[r][i].w, at.at<2, Block>(r, block) + 4 * i);
+    }
+    d.load(at.at<3, Block>(0, block));
+  }
+  __device__ __forceinline__ void words(int r, int unit, int fold, uint32_t (&words)[4]) const {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const uint32_t third = high[r].w[i] >> (unit / 2 * 4 + fold) & 0x01010101u;
+      words[i] = (q[r].w[i] >> 2 * fold & 0x03030303u) | third << 2;
+    }
+  }
+  // Group 8 half + 2 fold + h: bits as in blocks.cuh.
+  __device__ __forceinline__ float scale(int r, int unit, int fold) const {
+    const int half = unit / 2, byte = fold % 2 * 2 + unit % 2;
+    const uint32_t low = scales[r][fold / 2].w[0] >> (8 * byte + 4 * half) & 15;
+    const uint32_t top = scales[r][2].w[0] >> (8 * byte + 4 * half + fold / 2 * 2) & 3;
+    return d[r] * float(int(low | top << 4) - 32);
+  }
+};
+
+// Unit u: group u.
+template <>
+struct Unit<quant::block_iq4_xs> {
+  using Block = quant::block_iq4_xs;
+  static constexpr int kUnits = 8, kFolds = 1, kWords = 8, kBias = 0;
+  static constexpr Mins kMins = Mins::none;
+  Words<16> q[kRows];
+  Words<8> head[kRows];
+  static __device__ __forceinline__ int column(int unit, int) { return 32 * unit; }
+  __device__ __forceinline__ void load(const Place& at, int block, int unit) {
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+      ptx::load_once(q[r].w, at.at<0, Block>(r, block) + 16 * unit);
+      ptx::load_constant(head[r].w, at.at<1, Block>(r, block));
+    }
+  }
+  __device__ __forceinline__ void words(int r, int, int, uint32_t (&words)[8]) const {
+    nibbles(q[r].w, words);
+    look_up(words);
+  }
+  __device__ __forceinline__ float scale(int r, int unit, int) const {
+    const uint32_t low = head[r].w[1] >> 4 * unit & 15;
+    const uint32_t top = head[r].w[0] >> (16 + 2 * unit) & 3;
+    return quant::half_value(uint16_t(head[r].w[0])) * float(int(low | top << 4) - 32);
+  }
+};
+
+}  // namespace gemv
+
+#define GEMV_INT8_PARAMS(P)                                                        \
+  P(const int8_t*, q)      /* [rows][blocks * block], and what belongs to them: */ \
+  P(const float2*, scales) /* [groups of 32][stride] */                            \
+  P(const float*, sums)    /* [groups of 32][stride] */                            \
+  P(const uint8_t*, w)     /* planes of [n][blocks] blocks */                      \
+  P(const int32_t*, rows)  /* device count of live rows, Tokens at most */         \
+  P(void*, c)              /* [rows][width], float; f16: half */                   \
+  P(int32_t*, overflow)    /* f16: lowest site out of fp16 range */                \
+  P(int32_t, stride)                                                               \
+  P(int32_t, n)                                                                    \
+  P(int32_t, blocks)                                                               \
+  P(int32_t, split)    /* neighbouring warps that share a tile's units */          \
+  P(int32_t, epilogue) /* 0 f32, 1 f16, 2 add */                                   \
+  P(int32_t, column)                                                               \
+  P(int32_t, width)                                                                \
+  P(int32_t, site)                                                                 \
+  P(float, scale)
+
+#define GEMV_INT8_PLANES(P, A) P(16, float, partial, [kThreads / 32][Tokens][kTile])
+
+template <class Block, int Tokens, int Threads, int RowLanes, int Blocks>
+struct GemvInt8 {
+  using Unit = gemv::Unit<Block>;
+  static constexpr int kThreads = Threads, kMinBlocks = Blocks, kWarps = Threads / 32;
+  static constexpr int kRows = gemv::kRows, kTile = RowLanes * kRows, kLanes = 32 / RowLanes;
+  static constexpr bool kWaitsItself = true;
+  static_assert(quant::kPlaneRows % kTile == 0, "tiles are whole");
+  static constexpr spec::Tile tile() {
+    return spec::Tile{}
+        .with("type", Block::kType)
+        .with("tokens", Tokens)
+        .with("block", Block::kElements)
+        .with("bytes", sizeof(Block))
+        .with("units", Unit::kUnits)
+        .with("lanes", kLanes)
+        .with("rows", kTile)
+        .with("n", quant::kPlaneRows);
+  }
+  SPEC_PARAMS(GEMV_INT8_PARAMS)
+  SPEC_SMEM(GEMV_INT8_PLANES)
+
+  static constexpr int kMagic = 0x4b400000;  // M's bits
+
+  using Sums = float[Tokens * kRows];  // [token][row]
+
+  // What one unit adds; `last` is the last live token, which stands in for those that are not.
+  static __device__ __forceinline__ void add(const Params& p, const Unit& unit, int block, int u,
+                                             int last, Sums& sums) {
+    const int column = block * Block::kElements, k = p.blocks * Block::kElements;
+#pragma unroll
+    for (int fold = 0; fold < Unit::kFolds; ++fold) {
+      uint32_t w[kRows][Unit::kWords];
+      float scale[kRows], min[kRows];
+#pragma unroll
+      for (int r = 0; r < kRows; ++r) {
+        unit.words(r, u, fold, w[r]);
+        scale[r] = unit.scale(r, u, fold);
+        if constexpr (Unit::kMins == gemv::Mins::fold) min[r] = unit.min(r, u, fold);
+      }
+      const int first = column + Unit::column(u, fold);
+#pragma unroll
+      for (int t = 0; t < Tokens; ++t) {
+        const int token = min_of(t, last);
+        uint32_t x[Unit::kWords];
+#pragma unroll
+        for (int i = 0; i < Unit::kWords / 4; ++i) {
+          const uint4 v =
+              *reinterpret_cast<const uint4*>(p.q + int64_t(token) * k + first + 16 * i);
+          x[4 * i] = v.x, x[4 * i + 1] = v.y, x[4 * i + 2] = v.z, x[4 * i + 3] = v.w;
+        }
+        const float2 d = p.scales[int64_t(first / 32) * p.stride + token];  // {d, -M d}
+        int whole = 0;
+        if constexpr (Unit::kBias || Unit::kMins == gemv::Mins::fold) {
+#pragma unroll
+          for (int i = 0; i < Unit::kWords; ++i) whole = __dp4a(int(x[i]), 0x01010101, whole);
+        }
+#pragma unroll
+        for (int r = 0; r < kRows; ++r) {
+          int product = kMagic - Unit::kBias * whole;
+#pragma unroll
+          for (int i = 0; i < Unit::kWords; ++i) product = __dp4a(int(w[r][i]), int(x[i]), product);
+          float& sum = sums[t * kRows + r];
+          sum = fmaf(fmaf(__int_as_float(product), d.x, d.y), scale[r], sum);
+          if constexpr (Unit::kMins == gemv::Mins::fold)
+            sum = fmaf(-fmaf(__int_as_float(kMagic + whole), d.x, d.y), min[r], sum);
+        }
+      }
+    }
+    if constexpr (Unit::kMins == gemv::Mins::group) {
+      float min[kRows];
+#pragma unroll
+      for (int r = 0; r < kRows; ++r) min[r] = unit.min(r, u, 0);
+      const int64_t group = int64_t(block) * (Block::kElements / 32) + u;
+#pragma unroll
+      for (int t = 0; t < Tokens; ++t) {
+        const float whole = -p.sums[group * p.stride + min_of(t, last)];
+#pragma unroll
+        for (int r = 0; r < kRows; ++r)
+          sums[t * kRows + r] = fmaf(whole, min[r], sums[t * kRows + r]);
+      }
+    }
+  }
+
+  static __device__ __forceinline__ int min_of(int t, int last) { return t < last ? t : last; }
+
+  // Sums over the lanes of a row, `Offset` and fewer apart. While a lane has more than one sum it
+  // gives away those of one half of them and keeps the other half. `first` becomes the number of
+  // its first one, `Count` of which stay.
+  template <int Count, int Offset>
+  static __device__ __forceinline__ void gather(float* sums, int lane, int& first, float* out) {
+    if constexpr (Offset == 0) {
+#pragma unroll
+      for (int i = 0; i < Count; ++i) out[i] = sums[i];
+    } else if constexpr (Count == 1) {
+      float one[1] = {sums[0] + __shfl_xor_sync(0xffffffffu, sums[0], Offset)};
+      gather<1, Offset / 2>(one, lane, first, out);
+    } else {
+      constexpr int kHalf = Count / 2;
+      const bool upper = lane & Offset;
+      float half[kHalf];
+#pragma unroll
+      for (int i = 0; i < kHalf; ++i) {
+        const float given = upper ? sums[i] : sums[kHalf + i];
+        const float kept = upper ? sums[kHalf + i] : sums[i];
+        half[i] = kept + __shfl_xor_sync(0xffffffffu, given, Offset);
+      }
+      if (upper) first += kHalf;
+      gather<kHalf, Offset / 2>(half, lane, first, out);
+    }
+  }
+
+  static __device__ __forceinline__ void store(const Params& p, float acc, int token, int row) {
+    const int64_t at = int64_t(token) * p.width + p.column + row;
+    const float value = p.scale * acc;
+    if (p.epilogue == 1)
+      static_cast<__half*>(p.c)[at] = checked_half(value, p.overflow, p.site);
+    else if (p.epilogue == 2)
+      ptx::add_float(static_cast<float*>(p.c) + at, value);
+    else
+      static_cast<float*>(p.c)[at] = value;
+  }
+
+  static __device__ void run(const Params& p) {
+    Smem& s = spec::shared<Smem>();
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    const int tiles = kWarps / p.split, row0 = (blockIdx.x * tiles + warp / p.split) * kTile;
+    const gemv::Place at{p.w, p.n, p.blocks, row0 + lane / kLanes * kRows};
+    const int units = row0 < p.n ? p.blocks * Unit::kUnits : 0;
+    int u = warp % p.split * kLanes + lane % kLanes;
+    Unit unit;
+    if (u < units) unit.load(at, u / Unit::kUnits, u % Unit::kUnits);
+    const int live = min_of(*p.rows, Tokens);
+    ptx::dependency_wait();
+    if (live < 1) return;
+
+    Sums sums = {};
+    while (u < units) {
+      add(p, unit, u / Unit::kUnits, u % Unit::kUnits, live - 1, sums);
+      u += p.split * kLanes;
+      if (u < units) unit.load(at, u / Unit::kUnits, u % Unit::kUnits);
+    }
+    constexpr int kSums = Tokens * kRows, kKept = kSums > kLanes ? kSums / kLanes : 1;
+    float kept[kKept];
+    int first = 0;
+    gather<kSums, kLanes / 2>(sums, lane, first, kept);
+#pragma unroll
+    for (int i = 0; i < kKept; ++i) {
+      const int token = (first + i) / kRows, r = (first + i) % kRows;
+      s.partial[warp][token][lane / kLanes * kRows + r] = kept[i];  // equal in lanes that share it
+    }
+    __syncthreads();
+    for (int i = threadIdx.x; i < tiles * kTile * live; i += kThreads) {
+      const int token = i / (tiles * kTile), row = i % (tiles * kTile);
+      float acc = 0;
+      for (int j = 0; j < p.split; ++j)
+        acc += s.partial[row / kTile * p.split + j][token][row % kTile];
+      if (blockIdx.x * tiles * kTile + row < p.n)
+        store(p, acc, token, blockIdx.x * tiles * kTile + row);
+    }
+  }
+};
