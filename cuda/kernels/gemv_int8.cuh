@@ -5,9 +5,9 @@
 //   f16  the same in fp16
 //   add  c[t][column + row] += scale * acc
 //
-// A warp has a tile of RowLanes * kRows rows of weights and, of each, 32 / RowLanes units side by
+// A warp has a tile of RowLanes * Rows rows of weights and, of each, 32 / RowLanes units side by
 // side at a time: a unit is 16 bytes of a plane of values (q8_0: 32) and what belongs to them.
-// Every lane has a unit of each of its kRows rows at once, whose loads wait together, and reads the
+// Every lane has a unit of each of its Rows rows at once, whose loads wait together, and reads the
 // activations that belong to it once for all of them. `split` neighbouring warps share the units of
 // a tile, taking turns; their sums are added in the order of the warps. Row lanes are as many as
 // make a tile's heads whole sectors.
@@ -30,26 +30,26 @@
 
 namespace gemv {
 
-constexpr int kRows = 4;  // of a lane
-
 // N bytes of weights, aligned to them.
 template <int N>
 struct Words {
   uint32_t w[(N + 3) / 4];
 };
 
-// The two-byte fields of kRows neighbouring rows, by row.
+// The two-byte fields of Rows neighbouring rows, by row.
+template <int Rows>
 struct Halves {
-  Words<2 * kRows> bits;
+  Words<2 * Rows> bits;
   __device__ __forceinline__ void load(const uint8_t* from) { ptx::load_constant(bits.w, from); }
   __device__ __forceinline__ float operator[](int r) const {
     return quant::half_value(uint16_t(bits.w[r / 2] >> 16 * (r % 2)));
   }
 };
 
-// The four-byte fields of kRows neighbouring rows: two halves each.
+// The four-byte fields of Rows neighbouring rows: two halves each.
+template <int Rows>
 struct Pairs {
-  Words<4 * kRows> bits;
+  Words<4 * Rows> bits;
   __device__ __forceinline__ void load(const uint8_t* from) { ptx::load_constant(bits.w, from); }
   __device__ __forceinline__ float low(int r) const {
     return quant::half_value(uint16_t(bits.w[r]));
@@ -63,7 +63,7 @@ struct Pairs {
 struct Place {
   const uint8_t* w;  // the tensor
   int64_t n, blocks;
-  int row;  // the first of kRows
+  int row;  // the first one
 
   template <int Field, class Block>
   __device__ __forceinline__ const uint8_t* at(int r, int block) const {
@@ -76,7 +76,7 @@ struct Place {
 // exact sum of its 16 activations.
 enum class Mins { none, group, fold };
 
-// What a lane holds of kRows rows. Every type has
+// What a lane holds of Rows rows (2 or 4). Every type has
 //   kUnits    units of a block
 //   kFolds    scales of a unit; a fold's integers are summed up before they are scaled
 //   kWords    of four weights in a fold
@@ -86,7 +86,7 @@ enum class Mins { none, group, fold };
 //   words(r, unit, fold, words)     integers of row r, four to a word
 //   scale(r, unit, fold)            of row r
 //   min(r, unit, fold)              of row r: of the unit's group, or of the fold
-template <class Block>
+template <class Block, int Rows>
 struct Unit;
 
 // 32 nibbles in 16 bytes: the low ones, then the high ones.
@@ -110,21 +110,20 @@ __device__ __forceinline__ void look_up(uint32_t (&words)[8]) {
   for (uint32_t& word : words) word = quant::codes(word) ^ 0x80808080u;
 }
 
-template <class Block>
 struct BlockUnit {  // a block of 32
   static constexpr int kUnits = 1, kFolds = 1, kWords = 8, kBias = 0;
   static constexpr Mins kMins = Mins::none;
   static __device__ __forceinline__ int column(int, int) { return 0; }
 };
 
-template <class Block, int Bias>
-struct NibbleUnit : BlockUnit<Block> {
+template <class Block, int Rows, int Bias>
+struct NibbleUnit : BlockUnit {
   static constexpr int kBias = Bias;
-  Words<16> q[kRows];
-  Halves d;
+  Words<16> q[Rows];
+  Halves<Rows> d;
   __device__ __forceinline__ void load(const Place& at, int block, int) {
 #pragma unroll
-    for (int r = 0; r < kRows; ++r) ptx::load_once(q[r].w, at.at<0, Block>(r, block));
+    for (int r = 0; r < Rows; ++r) ptx::load_once(q[r].w, at.at<0, Block>(r, block));
     d.load(at.at<1, Block>(0, block));
   }
   __device__ __forceinline__ void words(int r, int, int, uint32_t (&words)[8]) const {
@@ -133,26 +132,26 @@ struct NibbleUnit : BlockUnit<Block> {
   __device__ __forceinline__ float scale(int r, int, int) const { return d[r]; }
 };
 
-template <>
-struct Unit<quant::block_q4_0> : NibbleUnit<quant::block_q4_0, 8> {};
+template <int Rows>
+struct Unit<quant::block_q4_0, Rows> : NibbleUnit<quant::block_q4_0, Rows, 8> {};
 
-template <>
-struct Unit<quant::block_iq4_nl> : NibbleUnit<quant::block_iq4_nl, 0> {
+template <int Rows>
+struct Unit<quant::block_iq4_nl, Rows> : NibbleUnit<quant::block_iq4_nl, Rows, 0> {
   __device__ __forceinline__ void words(int r, int, int, uint32_t (&words)[8]) const {
-    nibbles(q[r].w, words);
+    nibbles(this->q[r].w, words);
     look_up(words);
   }
 };
 
-template <>
-struct Unit<quant::block_q4_1> : BlockUnit<quant::block_q4_1> {
+template <int Rows>
+struct Unit<quant::block_q4_1, Rows> : BlockUnit {
   using Block = quant::block_q4_1;
   static constexpr Mins kMins = Mins::group;
-  Words<16> q[kRows];
-  Pairs dm;
+  Words<16> q[Rows];
+  Pairs<Rows> dm;
   __device__ __forceinline__ void load(const Place& at, int block, int) {
 #pragma unroll
-    for (int r = 0; r < kRows; ++r) ptx::load_once(q[r].w, at.at<0, Block>(r, block));
+    for (int r = 0; r < Rows; ++r) ptx::load_once(q[r].w, at.at<0, Block>(r, block));
     dm.load(at.at<1, Block>(0, block));
   }
   __device__ __forceinline__ void words(int r, int, int, uint32_t (&words)[8]) const {
@@ -162,16 +161,16 @@ struct Unit<quant::block_q4_1> : BlockUnit<quant::block_q4_1> {
   __device__ __forceinline__ float min(int r, int, int) const { return -dm.high(r); }
 };
 
-template <>
-struct Unit<quant::block_q5_0> : BlockUnit<quant::block_q5_0> {
+template <int Rows>
+struct Unit<quant::block_q5_0, Rows> : BlockUnit {
   using Block = quant::block_q5_0;
   static constexpr int kBias = 16;
-  Words<16> q[kRows];
-  Words<4> high[kRows];
-  Halves d;
+  Words<16> q[Rows];
+  Words<4> high[Rows];
+  Halves<Rows> d;
   __device__ __forceinline__ void load(const Place& at, int block, int) {
 #pragma unroll
-    for (int r = 0; r < kRows; ++r) {
+    for (int r = 0; r < Rows; ++r) {
       ptx::load_once(q[r].w, at.at<0, Block>(r, block));
       ptx::load_once(high[r].w, at.at<1, Block>(r, block));
     }
@@ -184,16 +183,16 @@ struct Unit<quant::block_q5_0> : BlockUnit<quant::block_q5_0> {
   __device__ __forceinline__ float scale(int r, int, int) const { return d[r]; }
 };
 
-template <>
-struct Unit<quant::block_q5_1> : BlockUnit<quant::block_q5_1> {
+template <int Rows>
+struct Unit<quant::block_q5_1, Rows> : BlockUnit {
   using Block = quant::block_q5_1;
   static constexpr Mins kMins = Mins::group;
-  Words<16> q[kRows];
-  Words<4> high[kRows];
-  Pairs dm;
+  Words<16> q[Rows];
+  Words<4> high[Rows];
+  Pairs<Rows> dm;
   __device__ __forceinline__ void load(const Place& at, int block, int) {
 #pragma unroll
-    for (int r = 0; r < kRows; ++r) {
+    for (int r = 0; r < Rows; ++r) {
       ptx::load_once(q[r].w, at.at<0, Block>(r, block));
       ptx::load_once(high[r].w, at.at<1, Block>(r, block));
     }
@@ -207,14 +206,14 @@ struct Unit<quant::block_q5_1> : BlockUnit<quant::block_q5_1> {
   __device__ __forceinline__ float min(int r, int, int) const { return -dm.high(r); }
 };
 
-template <>
-struct Unit<quant::block_q8_0> : BlockUnit<quant::block_q8_0> {
+template <int Rows>
+struct Unit<quant::block_q8_0, Rows> : BlockUnit {
   using Block = quant::block_q8_0;
-  Words<16> q[kRows][2];
-  Halves d;
+  Words<16> q[Rows][2];
+  Halves<Rows> d;
   __device__ __forceinline__ void load(const Place& at, int block, int) {
 #pragma unroll
-    for (int r = 0; r < kRows; ++r)
+    for (int r = 0; r < Rows; ++r)
 #pragma unroll
       for (int i = 0; i < 2; ++i) ptx::load_once(q[r][i].w, at.at<0, Block>(r, block) + 16 * i);
     d.load(at.at<1, Block>(0, block));
@@ -228,18 +227,18 @@ struct Unit<quant::block_q8_0> : BlockUnit<quant::block_q8_0> {
 
 // Unit u: bytes 16u ... 16u + 15 of q, half of group 2j below and of group 2j + 1 above, j = u / 2.
 // The unit also takes care of the min of group u.
-template <class Block>
+template <class Block, int Rows>
 struct KUnit {
   static constexpr int kUnits = 8, kFolds = 2, kWords = 4, kBias = 0;
   static constexpr Mins kMins = Mins::group;
-  Words<16> q[kRows], head[kRows];
+  Words<16> q[Rows], head[Rows];
   static __device__ __forceinline__ int column(int unit, int fold) {
     return unit / 2 * 64 + fold * 32 + unit % 2 * 16;
   }
   template <int Head>
   __device__ __forceinline__ void load_head(const Place& at, int block, int unit) {
 #pragma unroll
-    for (int r = 0; r < kRows; ++r) {
+    for (int r = 0; r < Rows; ++r) {
       ptx::load_once(q[r].w, at.at<0, Block>(r, block) + 16 * unit);
       ptx::load_constant(head[r].w, at.at<Head, Block>(r, block));
     }
@@ -263,47 +262,47 @@ struct KUnit {
   }
 };
 
-template <>
-struct Unit<quant::block_q4_k> : KUnit<quant::block_q4_k> {
+template <int Rows>
+struct Unit<quant::block_q4_k, Rows> : KUnit<quant::block_q4_k, Rows> {
   __device__ __forceinline__ void load(const Place& at, int block, int unit) {
-    load_head<1>(at, block, unit);
+    this->template load_head<1>(at, block, unit);
   }
 };
 
-template <>
-struct Unit<quant::block_q5_k> : KUnit<quant::block_q5_k> {
-  Words<16> high[kRows];
+template <int Rows>
+struct Unit<quant::block_q5_k, Rows> : KUnit<quant::block_q5_k, Rows> {
+  Words<16> high[Rows];
   __device__ __forceinline__ void load(const Place& at, int block, int unit) {
-    load_head<2>(at, block, unit);
+    this->template load_head<2>(at, block, unit);
 #pragma unroll
-    for (int r = 0; r < kRows; ++r)
+    for (int r = 0; r < Rows; ++r)
       ptx::load_constant(high[r].w, at.at<1, quant::block_q5_k>(r, block) + unit % 2 * 16);
   }
   __device__ __forceinline__ void words(int r, int unit, int fold, uint32_t (&words)[4]) const {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const uint32_t fifth = high[r].w[i] >> (unit / 2 * 2 + fold) & 0x01010101u;
-      words[i] = (q[r].w[i] >> 4 * fold & 0x0f0f0f0fu) | fifth << 4;
+      words[i] = (this->q[r].w[i] >> 4 * fold & 0x0f0f0f0fu) | fifth << 4;
     }
   }
 };
 
 // Unit u: bytes 16u ... 16u + 15 of `low`: half u / 4, and of it elements 32t + 16h ..., t = a
 // below and a + 2 above, a = u / 2 % 2, h = u % 2.
-template <>
-struct Unit<quant::block_q6_k> {
+template <int Rows>
+struct Unit<quant::block_q6_k, Rows> {
   using Block = quant::block_q6_k;
   static constexpr int kUnits = 8, kFolds = 2, kWords = 4, kBias = 32;
   static constexpr Mins kMins = Mins::none;
-  Words<16> low[kRows], high[kRows];
-  Words<8> scales[kRows];
-  Halves d;
+  Words<16> low[Rows], high[Rows];
+  Words<8> scales[Rows];
+  Halves<Rows> d;
   static __device__ __forceinline__ int column(int unit, int fold) {
     return unit / 4 * 128 + fold * 64 + unit % 4 * 16;
   }
   __device__ __forceinline__ void load(const Place& at, int block, int unit) {
 #pragma unroll
-    for (int r = 0; r < kRows; ++r) {
+    for (int r = 0; r < Rows; ++r) {
       ptx::load_once(low[r].w, at.at<0, Block>(r, block) + 16 * unit);
       ptx::load_constant(high[r].w, at.at<1, Block>(r, block) + unit / 4 * 32 + unit % 2 * 16);
       ptx::load_constant(scales[r].w, at.at<2, Block>(r, block) + unit / 4 * 8);
@@ -326,32 +325,32 @@ struct Unit<quant::block_q6_k> {
 
 // Unit u: bytes 16u ... 16u + 15 of q: half u / 2, and of it elements 32t + 16h ..., h = u % 2, of
 // all t.
-template <class Block>
+template <class Block, int Rows>
 struct PairsUnit {
   static constexpr int kUnits = 4, kFolds = 4, kWords = 4, kBias = 0;
-  Words<16> q[kRows];
+  Words<16> q[Rows];
   static __device__ __forceinline__ int column(int unit, int fold) {
     return unit / 2 * 128 + fold * 32 + unit % 2 * 16;
   }
 };
 
-template <>
-struct Unit<quant::block_q2_k> : PairsUnit<quant::block_q2_k> {
+template <int Rows>
+struct Unit<quant::block_q2_k, Rows> : PairsUnit<quant::block_q2_k, Rows> {
   using Block = quant::block_q2_k;
   static constexpr Mins kMins = Mins::fold;
-  Words<8> scales[kRows];  // of the half
-  Pairs dm;
+  Words<8> scales[Rows];  // of the half
+  Pairs<Rows> dm;
   __device__ __forceinline__ void load(const Place& at, int block, int unit) {
 #pragma unroll
-    for (int r = 0; r < kRows; ++r) {
-      ptx::load_once(q[r].w, at.at<0, Block>(r, block) + 16 * unit);
+    for (int r = 0; r < Rows; ++r) {
+      ptx::load_once(this->q[r].w, at.at<0, Block>(r, block) + 16 * unit);
       ptx::load_constant(scales[r].w, at.at<1, Block>(r, block) + unit / 2 * 8);
     }
     dm.load(at.at<2, Block>(0, block));
   }
   __device__ __forceinline__ void words(int r, int, int fold, uint32_t (&words)[4]) const {
 #pragma unroll
-    for (int i = 0; i < 4; ++i) words[i] = q[r].w[i] >> 2 * fold & 0x03030303u;
+    for (int i = 0; i < 4; ++i) words[i] = this->q[r].w[i] >> 2 * fold & 0x03030303u;
   }
   __device__ __forceinline__ uint32_t group(int r, int unit, int fold) const {
     return scales[r].w[fold / 2] >> (16 * (fold % 2) + 8 * (unit % 2));
@@ -364,18 +363,18 @@ struct Unit<quant::block_q2_k> : PairsUnit<quant::block_q2_k> {
   }
 };
 
-template <>
-struct Unit<quant::block_q3_k> : PairsUnit<quant::block_q3_k> {
+template <int Rows>
+struct Unit<quant::block_q3_k, Rows> : PairsUnit<quant::block_q3_k, Rows> {
   using Block = quant::block_q3_k;
   static constexpr int kBias = 4;
   static constexpr Mins kMins = Mins::none;
-  Words<16> high[kRows];
-  Words<4> scales[kRows][3];
-  Halves d;
+  Words<16> high[Rows];
+  Words<4> scales[Rows][3];
+  Halves<Rows> d;
   __device__ __forceinline__ void load(const Place& at, int block, int unit) {
 #pragma unroll
-    for (int r = 0; r < kRows; ++r) {
-      ptx::load_once(q[r].w, at.at<0, Block>(r, block) + 16 * unit);
+    for (int r = 0; r < Rows; ++r) {
+      ptx::load_once(this->q[r].w, at.at<0, Block>(r, block) + 16 * unit);
       ptx::load_constant(high[r].w, at.at<1, Block>(r, block) + unit % 2 * 16);
 #pragma unroll
       for (int i = 0; i < 3; ++i)
@@ -387,7 +386,7 @@ struct Unit<quant::block_q3_k> : PairsUnit<quant::block_q3_k> {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const uint32_t third = high[r].w[i] >> (unit / 2 * 4 + fold) & 0x01010101u;
-      words[i] = (q[r].w[i] >> 2 * fold & 0x03030303u) | third << 2;
+      words[i] = (this->q[r].w[i] >> 2 * fold & 0x03030303u) | third << 2;
     }
   }
   // Group 8 half + 2 fold + h: bits as in blocks.cuh.
@@ -400,17 +399,17 @@ struct Unit<quant::block_q3_k> : PairsUnit<quant::block_q3_k> {
 };
 
 // Unit u: group u.
-template <>
-struct Unit<quant::block_iq4_xs> {
+template <int Rows>
+struct Unit<quant::block_iq4_xs, Rows> {
   using Block = quant::block_iq4_xs;
   static constexpr int kUnits = 8, kFolds = 1, kWords = 8, kBias = 0;
   static constexpr Mins kMins = Mins::none;
-  Words<16> q[kRows];
-  Words<8> head[kRows];
+  Words<16> q[Rows];
+  Words<8> head[Rows];
   static __device__ __forceinline__ int column(int unit, int) { return 32 * unit; }
   __device__ __forceinline__ void load(const Place& at, int block, int unit) {
 #pragma unroll
-    for (int r = 0; r < kRows; ++r) {
+    for (int r = 0; r < Rows; ++r) {
       ptx::load_once(q[r].w, at.at<0, Block>(r, block) + 16 * unit);
       ptx::load_constant(head[r].w, at.at<1, Block>(r, block));
     }
@@ -448,11 +447,11 @@ struct Unit<quant::block_iq4_xs> {
 
 #define GEMV_INT8_PLANES(P, A) P(16, float, partial, [kThreads / 32][Tokens][kTile])
 
-template <class Block, int Tokens, int Threads, int RowLanes, int Blocks>
+template <class Block, int Tokens, int Threads, int RowLanes, int Rows, int Blocks>
 struct GemvInt8 {
-  using Unit = gemv::Unit<Block>;
+  using Unit = gemv::Unit<Block, Rows>;
   static constexpr int kThreads = Threads, kMinBlocks = Blocks, kWarps = Threads / 32;
-  static constexpr int kRows = gemv::kRows, kTile = RowLanes * kRows, kLanes = 32 / RowLanes;
+  static constexpr int kTile = RowLanes * Rows, kLanes = 32 / RowLanes;
   static constexpr bool kWaitsItself = true;
   static_assert(quant::kPlaneRows % kTile == 0, "tiles are whole");
   static constexpr spec::Tile tile() {
@@ -471,7 +470,7 @@ struct GemvInt8 {
 
   static constexpr int kMagic = 0x4b400000;  // M's bits
 
-  using Sums = float[Tokens * kRows];  // [token][row]
+  using Sums = float[Tokens * Rows];  // [token][row]
 
   // What one unit adds; `last` is the last live token, which stands in for those that are not.
   static __device__ __forceinline__ void add(const Params& p, const Unit& unit, int block, int u,
@@ -479,10 +478,10 @@ struct GemvInt8 {
     const int column = block * Block::kElements, k = p.blocks * Block::kElements;
 #pragma unroll
     for (int fold = 0; fold < Unit::kFolds; ++fold) {
-      uint32_t w[kRows][Unit::kWords];
-      float scale[kRows], min[kRows];
+      uint32_t w[Rows][Unit::kWords];
+      float scale[Rows], min[Rows];
 #pragma unroll
-      for (int r = 0; r < kRows; ++r) {
+      for (int r = 0; r < Rows; ++r) {
         unit.words(r, u, fold, w[r]);
         scale[r] = unit.scale(r, u, fold);
         if constexpr (Unit::kMins == gemv::Mins::fold) min[r] = unit.min(r, u, fold);
@@ -495,21 +494,21 @@ struct GemvInt8 {
 #pragma unroll
         for (int i = 0; i < Unit::kWords / 4; ++i) {
           const uint4 v =
-              *reinterpret_cast<const uint4*>(p.q + int64_t(token) * k + first + 16 * i);
+              *reinterpret_cast<const uint4*>(p.q + uint32_t(token * k + first + 16 * i));
           x[4 * i] = v.x, x[4 * i + 1] = v.y, x[4 * i + 2] = v.z, x[4 * i + 3] = v.w;
         }
-        const float2 d = p.scales[int64_t(first / 32) * p.stride + token];  // {d, -M d}
+        const float2 d = p.scales[uint32_t(first / 32 * p.stride + token)];  // {d, -M d}
         int whole = 0;
         if constexpr (Unit::kBias || Unit::kMins == gemv::Mins::fold) {
 #pragma unroll
           for (int i = 0; i < Unit::kWords; ++i) whole = __dp4a(int(x[i]), 0x01010101, whole);
         }
 #pragma unroll
-        for (int r = 0; r < kRows; ++r) {
+        for (int r = 0; r < Rows; ++r) {
           int product = kMagic - Unit::kBias * whole;
 #pragma unroll
           for (int i = 0; i < Unit::kWords; ++i) product = __dp4a(int(w[r][i]), int(x[i]), product);
-          float& sum = sums[t * kRows + r];
+          float& sum = sums[t * Rows + r];
           sum = fmaf(fmaf(__int_as_float(product), d.x, d.y), scale[r], sum);
           if constexpr (Unit::kMins == gemv::Mins::fold)
             sum = fmaf(-fmaf(__int_as_float(kMagic + whole), d.x, d.y), min[r], sum);
@@ -517,16 +516,15 @@ struct GemvInt8 {
       }
     }
     if constexpr (Unit::kMins == gemv::Mins::group) {
-      float min[kRows];
+      float min[Rows];
 #pragma unroll
-      for (int r = 0; r < kRows; ++r) min[r] = unit.min(r, u, 0);
-      const int64_t group = int64_t(block) * (Block::kElements / 32) + u;
+      for (int r = 0; r < Rows; ++r) min[r] = unit.min(r, u, 0);
+      const int group = block * (Block::kElements / 32) + u;
 #pragma unroll
       for (int t = 0; t < Tokens; ++t) {
-        const float whole = -p.sums[group * p.stride + min_of(t, last)];
+        const float whole = -p.sums[uint32_t(group * p.stride + min_of(t, last))];
 #pragma unroll
-        for (int r = 0; r < kRows; ++r)
-          sums[t * kRows + r] = fmaf(whole, min[r], sums[t * kRows + r]);
+        for (int r = 0; r < Rows; ++r) sums[t * Rows + r] = fmaf(whole, min[r], sums[t * Rows + r]);
       }
     }
   }
@@ -574,7 +572,7 @@ struct GemvInt8 {
     Smem& s = spec::shared<Smem>();
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const int tiles = kWarps / p.split, row0 = (blockIdx.x * tiles + warp / p.split) * kTile;
-    const gemv::Place at{p.w, p.n, p.blocks, row0 + lane / kLanes * kRows};
+    const gemv::Place at{p.w, p.n, p.blocks, row0 + lane / kLanes * Rows};
     const int units = row0 < p.n ? p.blocks * Unit::kUnits : 0;
     int u = warp % p.split * kLanes + lane % kLanes;
     Unit unit;
@@ -589,14 +587,14 @@ struct GemvInt8 {
       u += p.split * kLanes;
       if (u < units) unit.load(at, u / Unit::kUnits, u % Unit::kUnits);
     }
-    constexpr int kSums = Tokens * kRows, kKept = kSums > kLanes ? kSums / kLanes : 1;
+    constexpr int kSums = Tokens * Rows, kKept = kSums > kLanes ? kSums / kLanes : 1;
     float kept[kKept];
     int first = 0;
     gather<kSums, kLanes / 2>(sums, lane, first, kept);
 #pragma unroll
     for (int i = 0; i < kKept; ++i) {
-      const int token = (first + i) / kRows, r = (first + i) % kRows;
-      s.partial[warp][token][lane / kLanes * kRows + r] = kept[i];  // equal in lanes that share it
+      const int token = (first + i) / Rows, r = (first + i) % Rows;
+      s.partial[warp][token][lane / kLanes * Rows + r] = kept[i];  // equal in lanes that share it
     }
     __syncthreads();
     for (int i = threadIdx.x; i < tiles * kTile * live; i += kThreads) {
