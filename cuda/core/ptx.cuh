@@ -92,6 +92,9 @@ __device__ __forceinline__ void load_constant(uint32_t (&r)[4], const void* from
                : "l"(from));
 }
 
+// Memory accesses before it stay before those after it, for the compiler.
+__device__ __forceinline__ void keep_order() { asm volatile("" ::: "memory"); }
+
 // st.global.v2, .v4: one store, where the compiler would split an assignment under a condition.
 __device__ __forceinline__ void store_words(void* to, uint32_t x, uint32_t y) {
   asm volatile("st.global.v2.b32 [%0], {%1, %2};\n" ::"l"(to), "r"(x), "r"(y) : "memory");

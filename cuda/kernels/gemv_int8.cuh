@@ -8,9 +8,9 @@
 // A warp has a tile of RowLanes * Rows rows of weights and, of each, 32 / RowLanes units side by
 // side at a time: a unit is 16 bytes of a plane of values (q8_0: 32) and what belongs to them.
 // Every lane has a unit of each of its Rows rows at once, whose loads wait together, and reads the
-// activations that belong to it once for all of them. `split` neighbouring warps share the units of
-// a tile, taking turns; their sums are added in the order of the warps. Row lanes are as many as
-// make a tile's heads whole sectors.
+// activations that belong to it once for all of them. `split` neighbouring warps share the
+// units of a tile, taking turns; their sums are added in the order of the warps. Row lanes are as
+// many as make a tile's heads whole sectors.
 //
 // A block loads its first units before it waits for the kernel before: no kernel writes weights.
 //
@@ -66,7 +66,7 @@ struct Place {
   int row;  // the first one
 
   template <int Field, class Block>
-  __device__ __forceinline__ const uint8_t* at(int r, int block) const {
+  __device__ __forceinline__ const uint8_t* at(int r, uint32_t block) const {
     constexpr quant::Plane plane = quant::Planes<Block>::all[Field];
     return w + plane.place(n, blocks, row + r, block);
   }
@@ -113,7 +113,7 @@ __device__ __forceinline__ void look_up(uint32_t (&words)[8]) {
 struct BlockUnit {  // a block of 32
   static constexpr int kUnits = 1, kFolds = 1, kWords = 8, kBias = 0;
   static constexpr Mins kMins = Mins::none;
-  static __device__ __forceinline__ int column(int, int) { return 0; }
+  static __device__ __forceinline__ int column(uint32_t, int) { return 0; }
 };
 
 template <class Block, int Rows, int Bias>
@@ -121,15 +121,15 @@ struct NibbleUnit : BlockUnit {
   static constexpr int kBias = Bias;
   Words<16> q[Rows];
   Halves<Rows> d;
-  __device__ __forceinline__ void load(const Place& at, int block, int) {
+  __device__ __forceinline__ void load(const Place& at, uint32_t block, uint32_t) {
 #pragma unroll
     for (int r = 0; r < Rows; ++r) ptx::load_once(q[r].w, at.at<0, Block>(r, block));
     d.load(at.at<1, Block>(0, block));
   }
-  __device__ __forceinline__ void words(int r, int, int, uint32_t (&words)[8]) const {
+  __device__ __forceinline__ void words(int r, uint32_t, int, uint32_t (&words)[8]) const {
     nibbles(q[r].w, words);
   }
-  __device__ __forceinline__ float scale(int r, int, int) const { return d[r]; }
+  __device__ __forceinline__ float scale(int r, uint32_t, int) const { return d[r]; }
 };
 
 template <int Rows>
@@ -137,7 +137,7 @@ struct Unit<quant::block_q4_0, Rows> : NibbleUnit<quant::block_q4_0, Rows, 8> {}
 
 template <int Rows>
 struct Unit<quant::block_iq4_nl, Rows> : NibbleUnit<quant::block_iq4_nl, Rows, 0> {
-  __device__ __forceinline__ void words(int r, int, int, uint32_t (&words)[8]) const {
+  __device__ __forceinline__ void words(int r, uint32_t, int, uint32_t (&words)[8]) const {
     nibbles(this->q[r].w, words);
     look_up(words);
   }
@@ -149,16 +149,16 @@ struct Unit<quant::block_q4_1, Rows> : BlockUnit {
   static constexpr Mins kMins = Mins::group;
   Words<16> q[Rows];
   Pairs<Rows> dm;
-  __device__ __forceinline__ void load(const Place& at, int block, int) {
+  __device__ __forceinline__ void load(const Place& at, uint32_t block, uint32_t) {
 #pragma unroll
     for (int r = 0; r < Rows; ++r) ptx::load_once(q[r].w, at.at<0, Block>(r, block));
     dm.load(at.at<1, Block>(0, block));
   }
-  __device__ __forceinline__ void words(int r, int, int, uint32_t (&words)[8]) const {
+  __device__ __forceinline__ void words(int r, uint32_t, int, uint32_t (&words)[8]) const {
     nibbles(q[r].w, words);
   }
-  __device__ __forceinline__ float scale(int r, int, int) const { return dm.low(r); }
-  __device__ __forceinline__ float min(int r, int, int) const { return -dm.high(r); }
+  __device__ __forceinline__ float scale(int r, uint32_t, int) const { return dm.low(r); }
+  __device__ __forceinline__ float min(int r, uint32_t, int) const { return -dm.high(r); }
 };
 
 template <int Rows>
@@ -168,7 +168,7 @@ struct Unit<quant::block_q5_0, Rows> : BlockUnit {
   Words<16> q[Rows];
   Words<4> high[Rows];
   Halves<Rows> d;
-  __device__ __forceinline__ void load(const Place& at, int block, int) {
+  __device__ __forceinline__ void load(const Place& at, uint32_t block, uint32_t) {
 #pragma unroll
     for (int r = 0; r < Rows; ++r) {
       ptx::load_once(q[r].w, at.at<0, Block>(r, block));
@@ -176,11 +176,11 @@ struct Unit<quant::block_q5_0, Rows> : BlockUnit {
     }
     d.load(at.at<2, Block>(0, block));
   }
-  __device__ __forceinline__ void words(int r, int, int, uint32_t (&words)[8]) const {
+  __device__ __forceinline__ void words(int r, uint32_t, int, uint32_t (&words)[8]) const {
     nibbles(q[r].w, words);
     fifth_bits(high[r].w[0], words);
   }
-  __device__ __forceinline__ float scale(int r, int, int) const { return d[r]; }
+  __device__ __forceinline__ float scale(int r, uint32_t, int) const { return d[r]; }
 };
 
 template <int Rows>
@@ -190,7 +190,7 @@ struct Unit<quant::block_q5_1, Rows> : BlockUnit {
   Words<16> q[Rows];
   Words<4> high[Rows];
   Pairs<Rows> dm;
-  __device__ __forceinline__ void load(const Place& at, int block, int) {
+  __device__ __forceinline__ void load(const Place& at, uint32_t block, uint32_t) {
 #pragma unroll
     for (int r = 0; r < Rows; ++r) {
       ptx::load_once(q[r].w, at.at<0, Block>(r, block));
@@ -198,12 +198,12 @@ struct Unit<quant::block_q5_1, Rows> : BlockUnit {
     }
     dm.load(at.at<2, Block>(0, block));
   }
-  __device__ __forceinline__ void words(int r, int, int, uint32_t (&words)[8]) const {
+  __device__ __forceinline__ void words(int r, uint32_t, int, uint32_t (&words)[8]) const {
     nibbles(q[r].w, words);
     fifth_bits(high[r].w[0], words);
   }
-  __device__ __forceinline__ float scale(int r, int, int) const { return dm.low(r); }
-  __device__ __forceinline__ float min(int r, int, int) const { return -dm.high(r); }
+  __device__ __forceinline__ float scale(int r, uint32_t, int) const { return dm.low(r); }
+  __device__ __forceinline__ float min(int r, uint32_t, int) const { return -dm.high(r); }
 };
 
 template <int Rows>
@@ -211,18 +211,18 @@ struct Unit<quant::block_q8_0, Rows> : BlockUnit {
   using Block = quant::block_q8_0;
   Words<16> q[Rows][2];
   Halves<Rows> d;
-  __device__ __forceinline__ void load(const Place& at, int block, int) {
+  __device__ __forceinline__ void load(const Place& at, uint32_t block, uint32_t) {
 #pragma unroll
     for (int r = 0; r < Rows; ++r)
 #pragma unroll
       for (int i = 0; i < 2; ++i) ptx::load_once(q[r][i].w, at.at<0, Block>(r, block) + 16 * i);
     d.load(at.at<1, Block>(0, block));
   }
-  __device__ __forceinline__ void words(int r, int, int, uint32_t (&words)[8]) const {
+  __device__ __forceinline__ void words(int r, uint32_t, int, uint32_t (&words)[8]) const {
 #pragma unroll
     for (int i = 0; i < 8; ++i) words[i] = q[r][i / 4].w[i % 4];
   }
-  __device__ __forceinline__ float scale(int r, int, int) const { return d[r]; }
+  __device__ __forceinline__ float scale(int r, uint32_t, int) const { return d[r]; }
 };
 
 // Unit u: bytes 16u ... 16u + 15 of q, half of group 2j below and of group 2j + 1 above, j = u / 2.
@@ -232,30 +232,30 @@ struct KUnit {
   static constexpr int kUnits = 8, kFolds = 2, kWords = 4, kBias = 0;
   static constexpr Mins kMins = Mins::group;
   Words<16> q[Rows], head[Rows];
-  static __device__ __forceinline__ int column(int unit, int fold) {
+  static __device__ __forceinline__ int column(uint32_t unit, int fold) {
     return unit / 2 * 64 + fold * 32 + unit % 2 * 16;
   }
   template <int Head>
-  __device__ __forceinline__ void load_head(const Place& at, int block, int unit) {
+  __device__ __forceinline__ void load_head(const Place& at, uint32_t block, uint32_t unit) {
 #pragma unroll
     for (int r = 0; r < Rows; ++r) {
       ptx::load_once(q[r].w, at.at<0, Block>(r, block) + 16 * unit);
       ptx::load_constant(head[r].w, at.at<Head, Block>(r, block));
     }
   }
-  __device__ __forceinline__ void words(int r, int, int fold, uint32_t (&words)[4]) const {
+  __device__ __forceinline__ void words(int r, uint32_t, int fold, uint32_t (&words)[4]) const {
 #pragma unroll
     for (int i = 0; i < 4; ++i) words[i] = q[r].w[i] >> 4 * fold & 0x0f0f0f0fu;
   }
   // Bits: blocks.cuh. The scales of groups 2j and 2j + 1 side by side.
-  __device__ __forceinline__ float scale(int r, int unit, int fold) const {
-    const int j = unit / 2, shift = 16 * (j % 2);
+  __device__ __forceinline__ float scale(int r, uint32_t unit, int fold) const {
+    const uint32_t j = unit / 2, shift = 16 * (j % 2);
     const uint32_t first = head[r].w[1] >> shift, third = head[r].w[3] >> shift;
     const uint32_t both = j < 2 ? first & 0x3f3fu : (third & 0x0f0fu) | (first >> 2 & 0x3030u);
     return quant::half_value(uint16_t(head[r].w[0])) * float(int(both >> 8 * fold & 63));
   }
-  __device__ __forceinline__ float min(int r, int unit, int) const {
-    const int shift = 8 * (unit % 4);
+  __device__ __forceinline__ float min(int r, uint32_t unit, int) const {
+    const uint32_t shift = 8 * (unit % 4);
     const uint32_t second = head[r].w[2] >> shift, third = head[r].w[3] >> shift;
     const uint32_t min = unit < 4 ? second & 63 : (third >> 4 & 15) | (second >> 2 & 48);
     return quant::half_value(uint16_t(head[r].w[0] >> 16)) * float(int(min));
@@ -264,7 +264,7 @@ struct KUnit {
 
 template <int Rows>
 struct Unit<quant::block_q4_k, Rows> : KUnit<quant::block_q4_k, Rows> {
-  __device__ __forceinline__ void load(const Place& at, int block, int unit) {
+  __device__ __forceinline__ void load(const Place& at, uint32_t block, uint32_t unit) {
     this->template load_head<1>(at, block, unit);
   }
 };
@@ -272,13 +272,14 @@ struct Unit<quant::block_q4_k, Rows> : KUnit<quant::block_q4_k, Rows> {
 template <int Rows>
 struct Unit<quant::block_q5_k, Rows> : KUnit<quant::block_q5_k, Rows> {
   Words<16> high[Rows];
-  __device__ __forceinline__ void load(const Place& at, int block, int unit) {
+  __device__ __forceinline__ void load(const Place& at, uint32_t block, uint32_t unit) {
     this->template load_head<2>(at, block, unit);
 #pragma unroll
     for (int r = 0; r < Rows; ++r)
       ptx::load_constant(high[r].w, at.at<1, quant::block_q5_k>(r, block) + unit % 2 * 16);
   }
-  __device__ __forceinline__ void words(int r, int unit, int fold, uint32_t (&words)[4]) const {
+  __device__ __forceinline__ void words(int r, uint32_t unit, int fold,
+                                        uint32_t (&words)[4]) const {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const uint32_t fifth = high[r].w[i] >> (unit / 2 * 2 + fold) & 0x01010101u;
@@ -297,10 +298,10 @@ struct Unit<quant::block_q6_k, Rows> {
   Words<16> low[Rows], high[Rows];
   Words<8> scales[Rows];
   Halves<Rows> d;
-  static __device__ __forceinline__ int column(int unit, int fold) {
+  static __device__ __forceinline__ int column(uint32_t unit, int fold) {
     return unit / 4 * 128 + fold * 64 + unit % 4 * 16;
   }
-  __device__ __forceinline__ void load(const Place& at, int block, int unit) {
+  __device__ __forceinline__ void load(const Place& at, uint32_t block, uint32_t unit) {
 #pragma unroll
     for (int r = 0; r < Rows; ++r) {
       ptx::load_once(low[r].w, at.at<0, Block>(r, block) + 16 * unit);
@@ -309,8 +310,9 @@ struct Unit<quant::block_q6_k, Rows> {
     }
     d.load(at.at<3, Block>(0, block));
   }
-  __device__ __forceinline__ void words(int r, int unit, int fold, uint32_t (&words)[4]) const {
-    const int a = unit / 2 % 2;
+  __device__ __forceinline__ void words(int r, uint32_t unit, int fold,
+                                        uint32_t (&words)[4]) const {
+    const uint32_t a = unit / 2 % 2;
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const uint32_t bits = high[r].w[i] >> 2 * a;  // those of t = a, and four further up of a + 2
@@ -318,7 +320,7 @@ struct Unit<quant::block_q6_k, Rows> {
           (low[r].w[i] >> 4 * fold & 0x0f0f0f0fu) | ((fold ? bits : bits << 4) & 0x30303030u);
     }
   }
-  __device__ __forceinline__ float scale(int r, int unit, int fold) const {
+  __device__ __forceinline__ float scale(int r, uint32_t unit, int fold) const {
     return d[r] * float(int(scales[r].w[fold] << (24 - 8 * (unit % 4))) >> 24);
   }
 };
@@ -329,7 +331,7 @@ template <class Block, int Rows>
 struct PairsUnit {
   static constexpr int kUnits = 4, kFolds = 4, kWords = 4, kBias = 0;
   Words<16> q[Rows];
-  static __device__ __forceinline__ int column(int unit, int fold) {
+  static __device__ __forceinline__ int column(uint32_t unit, int fold) {
     return unit / 2 * 128 + fold * 32 + unit % 2 * 16;
   }
 };
@@ -340,7 +342,7 @@ struct Unit<quant::block_q2_k, Rows> : PairsUnit<quant::block_q2_k, Rows> {
   static constexpr Mins kMins = Mins::fold;
   Words<8> scales[Rows];  // of the half
   Pairs<Rows> dm;
-  __device__ __forceinline__ void load(const Place& at, int block, int unit) {
+  __device__ __forceinline__ void load(const Place& at, uint32_t block, uint32_t unit) {
 #pragma unroll
     for (int r = 0; r < Rows; ++r) {
       ptx::load_once(this->q[r].w, at.at<0, Block>(r, block) + 16 * unit);
@@ -348,17 +350,17 @@ struct Unit<quant::block_q2_k, Rows> : PairsUnit<quant::block_q2_k, Rows> {
     }
     dm.load(at.at<2, Block>(0, block));
   }
-  __device__ __forceinline__ void words(int r, int, int fold, uint32_t (&words)[4]) const {
+  __device__ __forceinline__ void words(int r, uint32_t, int fold, uint32_t (&words)[4]) const {
 #pragma unroll
     for (int i = 0; i < 4; ++i) words[i] = this->q[r].w[i] >> 2 * fold & 0x03030303u;
   }
-  __device__ __forceinline__ uint32_t group(int r, int unit, int fold) const {
+  __device__ __forceinline__ uint32_t group(int r, uint32_t unit, int fold) const {
     return scales[r].w[fold / 2] >> (16 * (fold % 2) + 8 * (unit % 2));
   }
-  __device__ __forceinline__ float scale(int r, int unit, int fold) const {
+  __device__ __forceinline__ float scale(int r, uint32_t unit, int fold) const {
     return dm.low(r) * float(int(group(r, unit, fold) & 15));
   }
-  __device__ __forceinline__ float min(int r, int unit, int fold) const {
+  __device__ __forceinline__ float min(int r, uint32_t unit, int fold) const {
     return dm.high(r) * float(int(group(r, unit, fold) >> 4 & 15));
   }
 };
@@ -371,7 +373,7 @@ struct Unit<quant::block_q3_k, Rows> : PairsUnit<quant::block_q3_k, Rows> {
   Words<16> high[Rows];
   Words<4> scales[Rows][3];
   Halves<Rows> d;
-  __device__ __forceinline__ void load(const Place& at, int block, int unit) {
+  __device__ __forceinline__ void load(const Place& at, uint32_t block, uint32_t unit) {
 #pragma unroll
     for (int r = 0; r < Rows; ++r) {
       ptx::load_once(this->q[r].w, at.at<0, Block>(r, block) + 16 * unit);
@@ -382,7 +384,8 @@ struct Unit<quant::block_q3_k, Rows> : PairsUnit<quant::block_q3_k, Rows> {
     }
     d.load(at.at<3, Block>(0, block));
   }
-  __device__ __forceinline__ void words(int r, int unit, int fold, uint32_t (&words)[4]) const {
+  __device__ __forceinline__ void words(int r, uint32_t unit, int fold,
+                                        uint32_t (&words)[4]) const {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const uint32_t third = high[r].w[i] >> (unit / 2 * 4 + fold) & 0x01010101u;
@@ -390,8 +393,8 @@ struct Unit<quant::block_q3_k, Rows> : PairsUnit<quant::block_q3_k, Rows> {
     }
   }
   // Group 8 half + 2 fold + h: bits as in blocks.cuh.
-  __device__ __forceinline__ float scale(int r, int unit, int fold) const {
-    const int half = unit / 2, byte = fold % 2 * 2 + unit % 2;
+  __device__ __forceinline__ float scale(int r, uint32_t unit, int fold) const {
+    const uint32_t half = unit / 2, byte = fold % 2 * 2 + unit % 2;
     const uint32_t low = scales[r][fold / 2].w[0] >> (8 * byte + 4 * half) & 15;
     const uint32_t top = scales[r][2].w[0] >> (8 * byte + 4 * half + fold / 2 * 2) & 3;
     return d[r] * float(int(low | top << 4) - 32);
@@ -406,19 +409,19 @@ struct Unit<quant::block_iq4_xs, Rows> {
   static constexpr Mins kMins = Mins::none;
   Words<16> q[Rows];
   Words<8> head[Rows];
-  static __device__ __forceinline__ int column(int unit, int) { return 32 * unit; }
-  __device__ __forceinline__ void load(const Place& at, int block, int unit) {
+  static __device__ __forceinline__ int column(uint32_t unit, int) { return 32 * unit; }
+  __device__ __forceinline__ void load(const Place& at, uint32_t block, uint32_t unit) {
 #pragma unroll
     for (int r = 0; r < Rows; ++r) {
       ptx::load_once(q[r].w, at.at<0, Block>(r, block) + 16 * unit);
       ptx::load_constant(head[r].w, at.at<1, Block>(r, block));
     }
   }
-  __device__ __forceinline__ void words(int r, int, int, uint32_t (&words)[8]) const {
+  __device__ __forceinline__ void words(int r, uint32_t, int, uint32_t (&words)[8]) const {
     nibbles(q[r].w, words);
     look_up(words);
   }
-  __device__ __forceinline__ float scale(int r, int unit, int) const {
+  __device__ __forceinline__ float scale(int r, uint32_t unit, int) const {
     const uint32_t low = head[r].w[1] >> 4 * unit & 15;
     const uint32_t top = head[r].w[0] >> (16 + 2 * unit) & 3;
     return quant::half_value(uint16_t(head[r].w[0])) * float(int(low | top << 4) - 32);
@@ -427,22 +430,22 @@ struct Unit<quant::block_iq4_xs, Rows> {
 
 }  // namespace gemv
 
-#define GEMV_INT8_PARAMS(P)                                                        \
-  P(const int8_t*, q)      /* [rows][blocks * block], and what belongs to them: */ \
-  P(const float2*, scales) /* [groups of 32][stride] */                            \
-  P(const float*, sums)    /* [groups of 32][stride] */                            \
-  P(const uint8_t*, w)     /* planes of [n][blocks] blocks */                      \
-  P(const int32_t*, rows)  /* device count of live rows, Tokens at most */         \
-  P(void*, c)              /* [rows][width], float; f16: half */                   \
-  P(int32_t*, overflow)    /* f16: lowest site out of fp16 range */                \
-  P(int32_t, stride)                                                               \
-  P(int32_t, n)                                                                    \
-  P(int32_t, blocks)                                                               \
-  P(int32_t, split)    /* neighbouring warps that share a tile's units */          \
-  P(int32_t, epilogue) /* 0 f32, 1 f16, 2 add */                                   \
-  P(int32_t, column)                                                               \
-  P(int32_t, width)                                                                \
-  P(int32_t, site)                                                                 \
+#define GEMV_INT8_PARAMS(P)                                                               \
+  P(const int8_t*, q)      /* [rows][blocks * block], and what belongs to them: */        \
+  P(const float2*, scales) /* [groups of 32][stride] */                                   \
+  P(const float*, sums)    /* [groups of 32][stride] */                                   \
+  P(const uint8_t*, w)     /* planes of [n][blocks] blocks */                             \
+  P(const int32_t*, rows)  /* device count of live rows, Tokens at most */                \
+  P(void*, c)              /* [rows][width], float; f16: half */                          \
+  P(int32_t*, overflow)    /* f16: lowest site out of fp16 range */                       \
+  P(int32_t, stride)                                                                      \
+  P(int32_t, n)                                                                           \
+  P(int32_t, blocks)                                                                      \
+  P(int32_t, split)    /* neighbouring warps that share a tile's units, a power of two */ \
+  P(int32_t, epilogue) /* 0 f32, 1 f16, 2 add */                                          \
+  P(int32_t, column)                                                                      \
+  P(int32_t, width)                                                                       \
+  P(int32_t, site)                                                                        \
   P(float, scale)
 
 #define GEMV_INT8_PLANES(P, A) P(16, float, partial, [kThreads / 32][Tokens][kTile])
@@ -472,10 +475,46 @@ struct GemvInt8 {
 
   using Sums = float[Tokens * Rows];  // [token][row]
 
+  // What belongs to a unit of weights of one token's activations.
+  struct Given {
+    uint32_t x[Unit::kFolds][Unit::kWords];
+    float2 d[Unit::kFolds];  // {d, -M d}
+    float sum;
+
+    __device__ __forceinline__ void load(const Params& p, int token, int fold, uint32_t first) {
+#pragma unroll
+      for (int i = 0; i < Unit::kWords / 4; ++i) {
+        const uint4 v = *reinterpret_cast<const uint4*>(
+            p.q + uint32_t(token * p.blocks * Block::kElements + first + 16 * i));
+        x[fold][4 * i] = v.x, x[fold][4 * i + 1] = v.y;
+        x[fold][4 * i + 2] = v.z, x[fold][4 * i + 3] = v.w;
+      }
+      d[fold] = p.scales[first / 32 * p.stride + token];
+    }
+    __device__ __forceinline__ void load_sum(const Params& p, int token, uint32_t group) {
+      sum = p.sums[group * p.stride + token];
+    }
+  };
+
+  // Whether all that belongs to a unit is asked for at once, before the first of it is used.
+  static constexpr bool kAhead = Tokens <= 2;
+
   // What one unit adds; `last` is the last live token, which stands in for those that are not.
-  static __device__ __forceinline__ void add(const Params& p, const Unit& unit, int block, int u,
-                                             int last, Sums& sums) {
-    const int column = block * Block::kElements, k = p.blocks * Block::kElements;
+  static __device__ __forceinline__ void add(const Params& p, const Unit& unit, uint32_t block,
+                                             uint32_t u, int last, Sums& sums) {
+    const uint32_t column = block * Block::kElements, group = column / 32 + u;
+    Given given[Tokens];
+    if constexpr (kAhead) {
+#pragma unroll
+      for (int t = 0; t < Tokens; ++t) {
+#pragma unroll
+        for (int fold = 0; fold < Unit::kFolds; ++fold)
+          given[t].load(p, min_of(t, last), fold, column + Unit::column(u, fold));
+        if constexpr (Unit::kMins == gemv::Mins::group)
+          given[t].load_sum(p, min_of(t, last), group);
+      }
+      ptx::keep_order();
+    }
 #pragma unroll
     for (int fold = 0; fold < Unit::kFolds; ++fold) {
       uint32_t w[Rows][Unit::kWords];
@@ -486,18 +525,12 @@ struct GemvInt8 {
         scale[r] = unit.scale(r, u, fold);
         if constexpr (Unit::kMins == gemv::Mins::fold) min[r] = unit.min(r, u, fold);
       }
-      const int first = column + Unit::column(u, fold);
 #pragma unroll
       for (int t = 0; t < Tokens; ++t) {
-        const int token = min_of(t, last);
-        uint32_t x[Unit::kWords];
-#pragma unroll
-        for (int i = 0; i < Unit::kWords / 4; ++i) {
-          const uint4 v =
-              *reinterpret_cast<const uint4*>(p.q + uint32_t(token * k + first + 16 * i));
-          x[4 * i] = v.x, x[4 * i + 1] = v.y, x[4 * i + 2] = v.z, x[4 * i + 3] = v.w;
-        }
-        const float2 d = p.scales[uint32_t(first / 32 * p.stride + token)];  // {d, -M d}
+        if constexpr (!kAhead)
+          given[t].load(p, min_of(t, last), fold, column + Unit::column(u, fold));
+        const auto& x = given[t].x[fold];
+        const float2 d = given[t].d[fold];
         int whole = 0;
         if constexpr (Unit::kBias || Unit::kMins == gemv::Mins::fold) {
 #pragma unroll
@@ -519,12 +552,12 @@ struct GemvInt8 {
       float min[Rows];
 #pragma unroll
       for (int r = 0; r < Rows; ++r) min[r] = unit.min(r, u, 0);
-      const int group = block * (Block::kElements / 32) + u;
 #pragma unroll
       for (int t = 0; t < Tokens; ++t) {
-        const float whole = -p.sums[uint32_t(group * p.stride + min_of(t, last))];
+        if constexpr (!kAhead) given[t].load_sum(p, min_of(t, last), group);
 #pragma unroll
-        for (int r = 0; r < Rows; ++r) sums[t * Rows + r] = fmaf(whole, min[r], sums[t * Rows + r]);
+        for (int r = 0; r < Rows; ++r)
+          sums[t * Rows + r] = fmaf(-given[t].sum, min[r], sums[t * Rows + r]);
       }
     }
   }
@@ -570,21 +603,26 @@ struct GemvInt8 {
 
   static __device__ void run(const Params& p) {
     Smem& s = spec::shared<Smem>();
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    const int tiles = kWarps / p.split, row0 = (blockIdx.x * tiles + warp / p.split) * kTile;
-    const gemv::Place at{p.w, p.n, p.blocks, row0 + lane / kLanes * Rows};
-    const int units = row0 < p.n ? p.blocks * Unit::kUnits : 0;
-    int u = warp % p.split * kLanes + lane % kLanes;
+    const uint32_t warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    const uint32_t split = p.split, shift = __ffs(split) - 1, tiles = kWarps >> shift;
+    const int block_row = blockIdx.x * tiles * kTile;
+    const int row = block_row + (warp >> shift) * kTile;
+    const gemv::Place at{p.w, p.n, p.blocks, row + int(lane / kLanes * Rows)};
+    const uint32_t units = row < p.n ? p.blocks * Unit::kUnits : 0, step = kLanes * split;
+    uint32_t u = (warp & (split - 1)) * kLanes + lane % kLanes;
     Unit unit;
     if (u < units) unit.load(at, u / Unit::kUnits, u % Unit::kUnits);
-    const int live = min_of(*p.rows, Tokens);
+    // Keeps the compiler from asking for the count first, and from waiting for it before the
+    // weights are asked for.
+    __syncwarp();
+    const int live = min_of(*static_cast<const volatile int32_t*>(p.rows), Tokens);
     ptx::dependency_wait();
     if (live < 1) return;
 
     Sums sums = {};
     while (u < units) {
       add(p, unit, u / Unit::kUnits, u % Unit::kUnits, live - 1, sums);
-      u += p.split * kLanes;
+      u += step;
       if (u < units) unit.load(at, u / Unit::kUnits, u % Unit::kUnits);
     }
     constexpr int kSums = Tokens * Rows, kKept = kSums > kLanes ? kSums / kLanes : 1;
@@ -597,13 +635,12 @@ struct GemvInt8 {
       s.partial[warp][token][lane / kLanes * Rows + r] = kept[i];  // equal in lanes that share it
     }
     __syncthreads();
-    for (int i = threadIdx.x; i < tiles * kTile * live; i += kThreads) {
-      const int token = i / (tiles * kTile), row = i % (tiles * kTile);
+    for (uint32_t i = threadIdx.x; i < tiles * kTile * live; i += kThreads) {
+      const uint32_t tile = i / kTile % tiles, token = i / (kTile * tiles), r = i % kTile;
       float acc = 0;
-      for (int j = 0; j < p.split; ++j)
-        acc += s.partial[row / kTile * p.split + j][token][row % kTile];
-      if (blockIdx.x * tiles * kTile + row < p.n)
-        store(p, acc, token, blockIdx.x * tiles * kTile + row);
+      for (uint32_t j = 0; j < split; ++j) acc += s.partial[tile * split + j][token][r];
+      const int to = block_row + tile * kTile + r;
+      if (to < p.n) store(p, acc, token, to);
     }
   }
 };

@@ -72,7 +72,7 @@ def gemv_int8(
         split *= 2
     program.add(
         kernel,
-        grid=-(-n // (warps // split * int(tile["rows"]))),
+        grid=-(-n // ((warps // split) * int(tile["rows"]))),
         q=plane.q,
         scales=plane.scales,
         sums=plane.sums,
