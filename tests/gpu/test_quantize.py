@@ -100,28 +100,22 @@ def spread(rng: np.random.Generator, rows: int, k: int, most: float = 3) -> NDAr
     return x.astype(np.float32)
 
 
-@pytest.mark.smoke
-@pytest.mark.parametrize(("live", "rows"), SHAPES)
-@pytest.mark.parametrize("k", [32, 576, 3584])
-def test_quantize(gpu: Any, rng: np.random.Generator, k: int, live: int, rows: int) -> None:
+def check_quantize(
+    gpu: Any, rng: np.random.Generator, k: int, live: int, rows: int, kernel: Any = None
+) -> None:
     x = spread(rng, rows, k).astype(np.float16)
     x[live:] = np.nan
     guarded, program = new_plane(gpu, rows, k), Program()
     given = common(gpu, guarded, live, rows)
-    quantize(program, gpu.library, x=gpu.upload(x), **given)
+    quantize(program, gpu.library, x=gpu.upload(x), kernel=kernel, **given)
     assert finish(gpu, program, given) == NONE
     assert_same(read(gpu, guarded, live), int8.quantize_rows(x[:live]))
 
 
-def test_every_kernel_quantizes_alike(gpu: Any, rng: np.random.Generator) -> None:
-    x = spread(rng, 37, 18944).astype(np.float16)
-    for kernel in gpu.library.family("quantize"):
-        if kernel.spec.tile["op"] == "quantize":
-            guarded, program = new_plane(gpu, 37, 18944), Program()
-            given = common(gpu, guarded, 37, 37)
-            quantize(program, gpu.library, x=gpu.upload(x), kernel=kernel, **given)
-            assert finish(gpu, program, given) == NONE
-            assert_same(read(gpu, guarded, 37), int8.quantize_rows(x))
+@pytest.mark.parametrize(("live", "rows"), SHAPES)
+@pytest.mark.parametrize("k", [32, 576, 3584, 18944])
+def test_quantize(gpu: Any, rng: np.random.Generator, k: int, live: int, rows: int) -> None:
+    check_quantize(gpu, rng, k, live, rows)
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
@@ -138,11 +132,9 @@ def test_what_is_not_finite_is_reported(gpu: Any, value: float, column: int) -> 
                     int8.quantize_rows(x[:3]))  # fmt: skip
 
 
-@pytest.mark.smoke
-@pytest.mark.parametrize("copy", [False, True])
-@pytest.mark.parametrize(("live", "rows"), SHAPES)
-@pytest.mark.parametrize("k", [32, 576, 3584])
-def test_norm(gpu: Any, rng: np.random.Generator, k: int, live: int, rows: int, copy: bool) -> None:
+def check_norm(
+    gpu: Any, rng: np.random.Generator, k: int, live: int, rows: int, copy: bool, kernel: Any = None
+) -> None:
     x = spread(rng, rows, k)
     x[live:] = np.nan
     weight = rng.uniform(-2, 2, k).astype(np.float32)
@@ -150,7 +142,14 @@ def test_norm(gpu: Any, rng: np.random.Generator, k: int, live: int, rows: int, 
     given = common(gpu, guarded, live, rows)
     y = gpu.empty((rows, k), np.float16) if copy else None
     norm_quantize(
-        program, gpu.library, x=gpu.upload(x), weight=gpu.upload(weight), eps=1e-6, y=y, **given
+        program,
+        gpu.library,
+        x=gpu.upload(x),
+        weight=gpu.upload(weight),
+        eps=1e-6,
+        y=y,
+        kernel=kernel,
+        **given,
     )
     assert finish(gpu, program, given) == NONE
     want = rms_norm(x[:live].astype(np.float64), weight, 1e-6).astype(np.float32)
@@ -159,17 +158,20 @@ def test_norm(gpu: Any, rng: np.random.Generator, k: int, live: int, rows: int, 
         assert_copied(gpu.download(y), want, live)
 
 
+@pytest.mark.parametrize("copy", [False, True])
+@pytest.mark.parametrize(("live", "rows"), SHAPES)
+@pytest.mark.parametrize("k", [32, 576, 3584])
+def test_norm(gpu: Any, rng: np.random.Generator, k: int, live: int, rows: int, copy: bool) -> None:
+    check_norm(gpu, rng, k, live, rows, copy)
+
+
 def assert_copied(y: NDArray[np.float16], want: NDArray[np.float32], live: int) -> None:
     np.testing.assert_allclose(y[:live].astype(np.float32), want, 2.0**-11 + BEFORE, 2.0**-24)
     assert (y[live:].view(np.uint16) == 0xFFFF).all()
 
 
-@pytest.mark.smoke
-@pytest.mark.parametrize("copy", [False, True])
-@pytest.mark.parametrize(("live", "rows"), SHAPES)
-@pytest.mark.parametrize("k", [128, 1152, 5376])
-def test_a_branch_joins(
-    gpu: Any, rng: np.random.Generator, k: int, live: int, rows: int, copy: bool
+def check_residual(
+    gpu: Any, rng: np.random.Generator, k: int, live: int, rows: int, copy: bool, kernel: Any = None
 ) -> None:
     branch, x = spread(rng, rows, k), spread(rng, rows, k)
     branch[live:] = np.nan
@@ -179,7 +181,8 @@ def test_a_branch_joins(
     y = gpu.empty((rows, k), np.float16) if copy else None
     norm_quantize(
         program, gpu.library, x=stream, weight=gpu.upload(weight), eps=1e-6,
-        branch=gpu.upload(branch), post=gpu.upload(post), y=y, **given,
+        branch=gpu.upload(branch), post=gpu.upload(post), y=y, kernel=kernel,
+        **given,
     )  # fmt: skip
     assert finish(gpu, program, given) == NONE
     after = gpu.download(stream)
@@ -193,13 +196,24 @@ def test_a_branch_joins(
         assert_copied(gpu.download(y), want, live)
 
 
-@pytest.mark.smoke
 @pytest.mark.parametrize("copy", [False, True])
 @pytest.mark.parametrize(("live", "rows"), SHAPES)
-@pytest.mark.parametrize("k", [32, 576, 8960])
-@pytest.mark.parametrize("activation", ["silu", "gelu"])
-def test_gated(
-    gpu: Any, rng: np.random.Generator, activation: str, k: int, live: int, rows: int, copy: bool
+@pytest.mark.parametrize("k", [128, 1152, 5376])
+def test_a_branch_joins(
+    gpu: Any, rng: np.random.Generator, k: int, live: int, rows: int, copy: bool
+) -> None:
+    check_residual(gpu, rng, k, live, rows, copy)
+
+
+def check_gated(
+    gpu: Any,
+    rng: np.random.Generator,
+    k: int,
+    live: int,
+    rows: int,
+    copy: bool,
+    activation: str,
+    kernel: Any = None,
 ) -> None:
     gate = (4 * rng.standard_normal((rows, k))).astype(np.float16)
     up = spread(rng, rows, k).astype(np.float16)
@@ -209,7 +223,7 @@ def test_gated(
     y = gpu.empty((rows, k), np.float16) if copy else None
     gated_quantize(
         program, gpu.library, gate=gpu.upload(gate), up=gpu.upload(up), activation=activation,
-        y=y, **given,
+        y=y, kernel=kernel, **given,
     )  # fmt: skip
     assert finish(gpu, program, given) == NONE
     function = {"silu": swiglu, "gelu": geglu}[activation]
@@ -220,6 +234,36 @@ def test_gated(
     assert_near(read(gpu, guarded, live), want, error)
     if y is not None:
         assert_copied(gpu.download(y), want, live)
+
+
+@pytest.mark.parametrize("copy", [False, True])
+@pytest.mark.parametrize(("live", "rows"), SHAPES)
+@pytest.mark.parametrize("k", [32, 576, 8960])
+@pytest.mark.parametrize("activation", ["silu", "gelu"])
+def test_gated(
+    gpu: Any, rng: np.random.Generator, activation: str, k: int, live: int, rows: int, copy: bool
+) -> None:
+    check_gated(gpu, rng, k, live, rows, copy, activation)
+
+
+CHECKS = {
+    "quantize": check_quantize, "norm": check_norm, "residual": check_residual,
+    "gated": check_gated,
+}  # fmt: skip
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize(("live", "rows"), [(1, 1), (5, 19)])
+@pytest.mark.parametrize("k", [32, 1152])
+def test_every_kernel(gpu: Any, rng: np.random.Generator, k: int, live: int, rows: int) -> None:
+    """Whatever it would be chosen for."""
+    for kernel in gpu.library.family("quantize"):
+        tile, more = kernel.spec.tile, {}
+        if tile["op"] != "quantize":
+            more["copy"] = bool(tile["copy"])
+        if tile["op"] == "gated":
+            more["activation"] = tile["activation"]
+        CHECKS[tile["op"]](gpu, rng, k, live, rows, kernel=kernel, **more)
 
 
 @pytest.mark.parametrize(
