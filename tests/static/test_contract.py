@@ -35,11 +35,10 @@ def table_rows(arch: str) -> int:
     """Rows whose macro a family for all architectures, or for this one alone, defines."""
     kernels = ROOT / "cuda/kernels"
     sources = [*kernels.glob("*.cu"), *kernels.glob(f"sm_{arch}/*.cu")]
-    macros = {
-        m for path in sources for m in re.findall(r"^#define ([A-Z_]+)\(", path.read_text(), re.M)
-    }
+    define = re.compile(r"^#define ([A-Z0-9_]+)\(", re.MULTILINE)
+    macros = {macro for path in sources for macro in define.findall(path.read_text())}
     text = re.sub(r"//.*", "", (ROOT / "cuda/table.def").read_text())
-    return sum(row in macros for row in re.findall(r"^([A-Z_]+)\(", text, re.MULTILINE))
+    return sum(row in macros for row in re.findall(r"^([A-Z0-9_]+)\(", text, re.MULTILINE))
 
 
 def test_every_row_is_a_kernel_on_every_architecture_it_is_for() -> None:
