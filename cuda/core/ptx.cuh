@@ -23,6 +23,13 @@ __device__ __forceinline__ void copy_async_16(void* shared, const void* global, 
   copy_async_16(shared_address(shared), global, bytes);
 }
 
+// The same for 4 bytes, through L1.
+__device__ __forceinline__ void copy_async_4(uint32_t shared, const void* global, int bytes) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;\n" ::"r"(shared), "l"(global),
+               "r"(bytes)
+               : "memory");
+}
+
 __device__ __forceinline__ void copy_async_commit() {
   asm volatile("cp.async.commit_group;\n" ::: "memory");
 }
@@ -180,6 +187,14 @@ __device__ __forceinline__ int32_t load_acquire(const int32_t* from) {
   return x;
 }
 
+// mad.wide: base + index * stride, in one instruction that the compiler does not take apart.
+__device__ __forceinline__ const uint8_t* address_of(const uint8_t* base, uint32_t index,
+                                                     uint32_t stride) {
+  const uint8_t* address;
+  asm("mad.wide.u32 %0, %1, %2, %3;\n" : "=l"(address) : "r"(index), "r"(stride), "l"(base));
+  return address;
+}
+
 // ld.shared.v4 and st.shared.v4 by address.
 __device__ __forceinline__ uint4 load_shared(uint32_t shared) {
   uint4 v;
@@ -188,6 +203,24 @@ __device__ __forceinline__ uint4 load_shared(uint32_t shared) {
                : "r"(shared)
                : "memory");
   return v;
+}
+__device__ __forceinline__ uint32_t load_shared_word(uint32_t shared) {
+  uint32_t v;
+  asm volatile("ld.shared.b32 %0, [%1];\n" : "=r"(v) : "r"(shared) : "memory");
+  return v;
+}
+__device__ __forceinline__ void store_shared_pointer(uint32_t shared, const uint8_t* pointer) {
+  asm volatile("st.shared.b64 [%0], %1;\n" ::"r"(shared), "l"(pointer) : "memory");
+}
+__device__ __forceinline__ void load_shared_pointers(const uint8_t*& first, const uint8_t*& second,
+                                                     uint32_t shared) {
+  asm volatile("ld.shared.v2.b64 {%0, %1}, [%2];\n"
+               : "=l"(first), "=l"(second)
+               : "r"(shared)
+               : "memory");
+}
+__device__ __forceinline__ void store_shared_byte(uint32_t shared, uint32_t byte) {
+  asm volatile("st.shared.b8 [%0], %1;\n" ::"r"(shared), "r"(byte) : "memory");
 }
 __device__ __forceinline__ void store_shared_zero(uint32_t shared) {
   asm volatile("st.shared.v4.b32 [%0], {%1, %1, %1, %1};\n" ::"r"(shared), "r"(0) : "memory");

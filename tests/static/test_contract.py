@@ -48,7 +48,7 @@ def test_every_row_is_a_kernel_on_every_architecture_it_is_for() -> None:
     }
     general = set.intersection(*names.values())
     special = {name for arch in names for name in names[arch] - general}
-    hopper = ("gemm_stream_", "gemm_wgmma_", "attention_wgmma_", "schedule_")
+    hopper = ("gemm_stream_", "gemm_wgmma_", "attention_wgmma_", "schedule_", "int8_wide_")
     assert all(name.startswith(hopper) for name in special)
     assert all(not (special & names[arch]) for arch in names if arch != "90a")
 

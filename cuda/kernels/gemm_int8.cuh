@@ -1,0 +1,732 @@
+// Products of packed weights with int8 activations on tensor cores, through mma.sync of 8-bit
+// integers:
+//   acc[t][r] = sum over groups g of w[r][g] d[g][t] isum (+ min[r][g] sums[g][t])
+// isum: the exact sum over a group of 32 or 16 elements of quant times activation; w, min: scales
+// of the weights; d, sums: those of the activations for 32 elements. In ascending g, float32.
+//   f32  C[t][column + r]  = scale * acc      f16  the same in fp16      add  += scale * acc
+//
+// Weights are operand A (quant/operands.cuh), tokens operand B. A warp has 32 rows of weights and
+// kTokens tokens. The integers are accumulated onto M = 3 2^22, as bits of a float: read as one,
+// the result is M + isum exactly, and the fold without a conversion is
+//   acc = fma(fma(M + isum, d, -M d), w, acc)
+// with d and -M d side by side in memory. Mins are products of tf32: 4 groups times [the upper bits
+// of min | what is left of it], so that min counts exactly.
+//
+// Grid: x = token tiles * row tiles for the most tokens there can be; blocks past the live tiles
+// return.
+//
+// Block: (BN / 32) x (BM / kTokens) x Split warps. Split warps take every Split-th step of k each,
+// and their sums are added up in order.
+//
+// A slot of the ring holds Split steps of 128 elements. Rows past n or m are not copied: what
+// shared memory holds there only gets into results that are not stored. Columns past k are zeros.
+//
+// Before it waits for the kernel before it, a block reads the count of live rows and weights only.
+//
+// Bytes: (BM k + BN k w) per tile from L2, w bytes a weight, for 2 BM BN k operations.
+#pragma once
+
+#include "../core/imma.cuh"
+#include "../core/live.cuh"
+#include "../core/ptx.cuh"
+#include "../core/spec.cuh"
+#include "../quant/operands.cuh"
+#include "gemm_base.cuh"
+
+#define GEMM_INT8_PARAMS(P)                                                    \
+  P(const int32_t*, rows) /* device count of live rows of x */                 \
+  P(const int8_t*, x)     /* [rows][k], 16-byte aligned like all arrays */     \
+  P(const float*, scales) /* [k / 32][stride][2]: d, -M d */                   \
+  P(const float*, sums)   /* [k / 32][stride]: tf32 of d times the sum of x */ \
+  P(const uint8_t*, w)    /* planes of [n][k] */                               \
+  P(void*, c)             /* [rows][width], float; f16: half */                \
+  P(int32_t*, overflow)   /* f16: lowest site out of fp16 range */             \
+  P(int32_t, n)           /* a multiple of 16 */                               \
+  P(int32_t, k)           /* whole blocks */                                   \
+  P(int32_t, stride)      /* tokens: rows rounded up to 64 */                  \
+  P(int32_t, width)                                                            \
+  P(int32_t, column)                                                           \
+  P(int32_t, epilogue) /* 0: f32, 1: f16, 2: add */                            \
+  P(int32_t, site)                                                             \
+  P(float, scale)
+
+#define GEMM_INT8_PLANES(P, A)                          \
+  P(1024, uint8_t, x, [Stages][kX])                     \
+  P(1024, uint8_t, w, [Stages][kW])                     \
+  P(16, uint8_t, factors, [Stages][kFactors])           \
+  P(16, float, own, [kWarps][kOwn])                     \
+  P(16, uint64_t, sources, [kSourcePairs][kThreads][2]) \
+  A(x, float, parts, [kWarps][kFragments][32][4])
+
+// Rows of planes in shared memory: 16-byte chunks of eight rows, exclusive-ored with the row's
+// place so that ldmatrix of a chunk column meets all banks.
+template <int RowBytes>
+__device__ __forceinline__ constexpr uint32_t chunk_place(uint32_t row, uint32_t chunk) {
+  constexpr uint32_t kRows = RowBytes < 128 ? 128 / RowBytes : 1;  // of a line of all banks
+  constexpr uint32_t kChunks = RowBytes / 16;
+  return row * RowBytes + (chunk ^ row / kRows % kChunks) * 16;
+}
+
+template <class Block, int BM, int BN, int Split, int Stages, int Blocks, int CopyBytes, bool Lever>
+struct GemmInt8 {
+  using Of = quant::Operands<Block>;
+  using Planes = quant::Planes<Block>;
+  // Of sm_120 ptxas spills in a warp with 64 tokens, however many registers it has.
+#if __CUDA_ARCH__ >= 1200
+  static constexpr int kMostTokens = 32;
+#else
+  static constexpr int kMostTokens = 64;
+#endif
+  static constexpr int kTokens = BM < kMostTokens ? BM : kMostTokens, kPairs = kTokens / 16;
+  static constexpr int kWarpsM = BN / 32, kWarpsN = BM / kTokens;
+  static constexpr int kWarps = kWarpsM * kWarpsN * Split;
+  static constexpr int kThreads = 32 * kWarps, kMinBlocks = kThreads > 128 ? 1 : Blocks;
+  static constexpr bool kWaitsItself = true;
+  static_assert(BN % 32 == 0 && BM % kTokens == 0 && kTokens % 16 == 0);
+
+  static constexpr int kGroups = quant::kStepGroups;
+  static constexpr int kScales = quant::kStep / Of::kSub;  // of a row of weights in a step
+  static constexpr bool kSums = Of::kMin == quant::Min::sums;
+  static constexpr bool kProducts = Of::kMin == quant::Min::products;
+  static constexpr bool kTail = !Of::kSuper || Split > 2;  // whether k may end within a slot
+
+  // Blocks of a row in a slot, and what a step takes of a row of the second plane.
+  static constexpr int kStepBlocks = Of::kSuper ? 1 : 4;  // a super-block is shared by two steps
+  static constexpr int kSlotBlocks = Of::kSuper ? (Split + 1) / 2 : 4 * Split;
+  static constexpr int kHighParts = Of::kHighWhole ? kSlotBlocks : Split;
+
+  // Bytes of a slot.
+  static constexpr int kX = Split * BM * 128;
+  static constexpr int kRawBytes = Split * BN * Of::kRaw;
+  static constexpr int kHighBytes = kHighParts * BN * Of::kHigh;
+  static constexpr int kHeads = sizeof(Planes::all) / sizeof(quant::Plane) - 1 - (Of::kHigh > 0);
+  static constexpr int kFirstHead = 1 + (Of::kHigh > 0), kLastHead = kFirstHead + kHeads - 1;
+  static constexpr int kHead0Row = Planes::all[kFirstHead].bytes;
+  static constexpr int kHead1Row = kHeads > 1 ? Planes::all[kLastHead].bytes : 0;
+  static constexpr int kHead0Bytes = kSlotBlocks * BN * kHead0Row;
+  static constexpr int kHead1Bytes = kSlotBlocks * BN * kHead1Row;
+  static constexpr int kW = kRawBytes + kHighBytes + kHead0Bytes + kHead1Bytes;
+  static constexpr int kScaleRow = BM * 8;
+  static constexpr int kScaleBytes = Split * kGroups * kScaleRow;
+  static constexpr int kFactors = kScaleBytes + (kSums ? Split * BM * kGroups * 4 : 0);
+  // Of each warp: scales[kScales][32], then mins. Those that are multiplied by sums are operands of
+  // an mma as they lie, kMinGroup floats apart, so that no two lanes' are in the same bank.
+  static constexpr int kMinGroup = 40, kMinFragment = kGroups * kMinGroup;
+  static constexpr int kMinFloats = kSums ? 2 * kMinFragment : kProducts ? 32 * (kScales + 1) : 0;
+  static constexpr int kOwn = 32 * kScales + kMinFloats;
+  static constexpr int kFragments = 2 * kTokens / 8;
+
+  static constexpr spec::Tile tile() {
+    return spec::Tile{}
+        .with("type", Block::kType)
+        .with("bm", BM)
+        .with("bn", BN)
+        .with("split", Split)
+        .with("stages", Stages)
+        .with("copy", CopyBytes)
+        .with("block", Block::kElements)
+        .with("bytes", sizeof(Block))
+        .with("sub", Of::kSub)
+        .with("n", quant::kPlaneRows)
+        .with("lever", Lever);
+  }
+  SPEC_PARAMS(GEMM_INT8_PARAMS)
+
+  static constexpr int kM = 0x4b400000;
+  using Accumulators = float[2][kTokens / 8][4];
+
+  // The mma gives lane l rows l / 4 and l / 4 + 8 of two fragments. Which row of weights feeds
+  // them is free: fragment row f of a warp's 32 is row 4 (f % 8) + f / 8, so that a lane has four
+  // rows that follow each other. f is a sum of a thread's and of a constant without common bits.
+  static constexpr __host__ __device__ int row_of(int f) {
+    return f / 32 * 32 + f % 8 * 4 + f % 32 / 8;
+  }
+
+  // A value that the compiler keeps, for want of a way to compute it anew in a loop: from the lane
+  // itself.
+  static __device__ __forceinline__ uint32_t kept(uint32_t x) {
+    return __shfl_sync(0xffffffffu, x, threadIdx.x % 32);
+  }
+
+  // ---- Copies: chunks of 16 bytes, the chunk of a row fastest, then rows, then parts of the slot.
+
+  struct Place {
+    int row0, token0;  // of the tile
+    int rows, tokens;  // that there are from there on
+    int row_blocks;    // blocks of a row of weights
+  };
+
+  // A thread's chunks of Parts x Rows rows of RowBytes. Row r of a part comes from row `Of(r)` of
+  // the tile; what is past the end comes from the last one.
+  template <int Rows, int RowBytes, int Parts>
+  struct Chunks {
+    static constexpr int kInRow = RowBytes / 16, kAll = Parts * Rows * kInRow;
+    static constexpr int kCount = (kAll + kThreads - 1) / kThreads;
+    static_assert(kThreads % kInRow == 0 || kCount == 1);
+    // Chunk i of a thread is its first one's row and part plus these, which have no bits in common.
+    static constexpr __device__ int row(int i) { return i * kThreads / kInRow % Rows; }
+    static constexpr __device__ int part(int i) { return i * kThreads / (kInRow * Rows); }
+    static __device__ int chunk() { return threadIdx.x % kInRow; }
+    static __device__ int row() { return threadIdx.x / kInRow % Rows; }
+    static __device__ int part() { return threadIdx.x / (kInRow * Rows); }
+    static __device__ bool has(int i) {
+      return (i + 1) * kThreads <= kAll || i * kThreads + threadIdx.x < kAll;
+    }
+  };
+
+  // Where a thread's chunks come from in the first slot; those of later slots lie `index` times as
+  // many bytes further. Pointers are as many registers as would be missed: most are kept in shared
+  // memory, two to a load.
+  template <int Count>
+  struct Sources {
+    static constexpr int kPairs = (Count + 1) / 2;
+    uint32_t pairs;
+
+    __device__ explicit Sources(uint32_t place) : pairs(place + threadIdx.x * 16) {}
+    __device__ void set(int i, const uint8_t* source) const {
+      ptx::store_shared_pointer(pairs + i / 2 * kThreads * 16 + i % 2 * 8, source);
+    }
+    template <class Copy>
+    __device__ __forceinline__ void each(uint32_t index, uint32_t bytes, Copy&& copy) const {
+#pragma unroll
+      for (int pair = 0; pair < kPairs; ++pair) {
+        const uint8_t *first, *second;
+        ptx::load_shared_pointers(first, second, pairs + pair * kThreads * 16);
+        copy(2 * pair, ptx::address_of(first, index, bytes));
+        if (2 * pair + 1 < Count) copy(2 * pair + 1, ptx::address_of(second, index, bytes));
+      }
+    }
+  };
+
+  // Copiers. Where k may end within a slot, they get how much there is from its begin on, and an
+  // address to name for what is past that: zeros.
+
+  // Rows that lie apart: of raw weights (`Permuted`) and of activations.
+  template <int Rows, int RowBytes, int Parts, bool Permuted>
+  struct RowCopy : Chunks<Rows, RowBytes, Parts> {
+    using Base = Chunks<Rows, RowBytes, Parts>;
+    static constexpr int kSources = Base::kCount;
+    Sources<kSources> from;
+    uint32_t to;  // the first chunk's place in a slot
+
+    __device__ RowCopy(uint32_t sources, const uint8_t* tile, int present, int row_bytes)
+        : from(sources) {
+      const int first = Base::row(), part = Base::part();
+      to = kept(chunk_place<RowBytes>(first, Base::chunk()) + part * Rows * RowBytes);
+#pragma unroll
+      for (int i = 0; i < kSources; ++i) {
+        const int row = Permuted ? row_of(first) + row_of(Base::row(i)) : first + Base::row(i);
+        from.set(i, tile + int64_t(min(row, present - 1)) * row_bytes +
+                        (part + Base::part(i)) * RowBytes + Base::chunk() * 16);
+      }
+    }
+
+    template <int Ahead, int Bytes, int Copied = 16>
+    __device__ __forceinline__ void copy(uint32_t slot, int index, int left,
+                                         const uint8_t* safe) const {
+      from.each(index, Bytes, [&](int i, const uint8_t* source) {
+        if (!Base::has(i)) return;
+        const uint32_t there =
+            slot + to + Base::row(i) * RowBytes + Base::part(i) * Rows * RowBytes;
+        const int at = (Base::part() + Base::part(i)) * RowBytes + Base::chunk() * 16;
+        const bool live = !kTail || at < left;
+        source = live ? source + Ahead : safe;
+        if constexpr (Copied == 16) {
+          ptx::copy_async_16(there, source, live ? 16 : 0);
+        } else {
+#pragma unroll
+          for (int byte = 0; byte < 16; ++byte)
+            ptx::store_shared_byte(there + byte, live ? source[byte] : 0);
+        }
+      });
+    }
+  };
+
+  // 16 bytes of each row, 4 for each of four blocks: rows are no better aligned.
+  template <int Rows, int Parts>
+  struct WordCopy {
+    static constexpr int kAll = Parts * Rows * 4, kSources = kAll / kThreads;
+    static_assert(kAll % kThreads == 0);
+    Sources<kSources> from;
+
+    __device__ WordCopy(uint32_t sources, const uint8_t* tile, int present, int row_bytes)
+        : from(sources) {
+#pragma unroll
+      for (int i = 0; i < kSources; ++i) {
+        const int word = i * kThreads + threadIdx.x, row = row_of(word / 4 % Rows);
+        from.set(i, tile + int64_t(min(row, present - 1)) * row_bytes + word / (4 * Rows) * 16 +
+                        word % 4 * 4);
+      }
+    }
+    template <int Ahead, int Bytes>
+    __device__ __forceinline__ void copy(uint32_t slot, int index, int left,
+                                         const uint8_t* safe) const {
+      from.each(index, Bytes, [&](int i, const uint8_t* source) {
+        const int word = i * kThreads + threadIdx.x;
+        const bool live = word / (4 * Rows) * 16 + word % 4 * 4 < left;
+        ptx::copy_async_4(slot + word * 4, live ? source : safe, live ? 4 : 0);
+      });
+    }
+  };
+
+  // What lies side by side for all rows of a tile, for each block or group: heads and factors of
+  // activations. `Unit` bytes at a time: 16, or 4 that become columns of four groups.
+  template <int Bytes, int Parts, int Unit>
+  struct SideCopy {
+    static constexpr int kInPart = Bytes / Unit, kAll = Parts * kInPart;
+    static constexpr int kCount = (kAll + kThreads - 1) / kThreads;
+    static_assert(Unit == 16 || kThreads % kInPart == 0);
+    const uint8_t* from[kCount];
+    uint32_t to;
+
+    static __device__ int part(int i) { return (i * kThreads + threadIdx.x) / kInPart; }
+    static __device__ int unit(int i) { return (i * kThreads + threadIdx.x) % kInPart; }
+    static constexpr __host__ __device__ int column(int part) {
+      return part / 4 * kInPart * 16 + part % 4 * 4;
+    }
+
+    __device__ SideCopy(const void* tile, int present_bytes, int64_t stride) {
+      to = kept(Unit == 16 ? threadIdx.x * 16 : unit(0) * 16 + column(part(0)));
+#pragma unroll
+      for (int i = 0; i < kCount; ++i)
+        from[i] = static_cast<const uint8_t*>(tile) + part(i) * stride +
+                  min(unit(i), (present_bytes - 1) / Unit) * Unit;
+    }
+    __device__ __forceinline__ void copy(uint32_t slot, int index, uint32_t stride, int left,
+                                         const uint8_t* safe) const {
+#pragma unroll
+      for (int i = 0; i < kCount; ++i) {
+        const bool live = !kTail || part(i) < left;
+        const int more = Unit == 16 ? i * kThreads * 16 : column(i * kThreads / kInPart);
+        const uint8_t* source = ptx::address_of(from[i], index, stride);
+        if (kTail && !live) source = safe;
+        if ((i + 1) * kThreads > kAll && i * kThreads + threadIdx.x >= kAll) break;
+        if constexpr (Unit == 16)
+          ptx::copy_async_16(slot + to + more, source, live ? 16 : 0);
+        else
+          ptx::copy_async_4(slot + to + more, source, live ? 4 : 0);
+      }
+    }
+  };
+
+  struct None {
+    static constexpr int kSources = 0;
+    __device__ None(uint32_t, const uint8_t*, int, int) {}
+    __device__ None(const void*, int, int64_t) {}
+  };
+
+  template <int Index>
+  static __device__ const uint8_t* plane_of(const Params& p, const Place& place) {
+    constexpr quant::Plane plane = Planes::all[Index];
+    return p.w + plane.place(p.n, place.row_blocks, place.row0, 0);
+  }
+  template <int Index>
+  static __device__ int row_bytes_of(const Place& place) {
+    constexpr quant::Plane plane = Planes::all[Index];
+    return place.row_blocks * plane.bytes;
+  }
+
+  using RawCopy = RowCopy<BN, Of::kRaw, Split, true>;
+  using HighCopy = std::conditional_t<
+      Of::kHigh == 0, None,
+      std::conditional_t<Of::kHigh == 16, WordCopy<BN, kHighParts>,
+                         RowCopy<BN, (Of::kHigh > 16 ? Of::kHigh : 32), kHighParts, true>>>;
+  using ActivationCopy = RowCopy<BM, 128, Split, false>;
+  static constexpr int kHighAt = (RawCopy::kSources + 1) / 2;
+  static constexpr int kActivationsAt = kHighAt + (HighCopy::kSources + 1) / 2;
+  static constexpr int kSourcePairs = kActivationsAt + (ActivationCopy::kSources + 1) / 2;
+
+  SPEC_SMEM(GEMM_INT8_PLANES)
+
+  // All copies of a slot. If one step is a slot, two turns have a super-block.
+  struct Copies {
+    static constexpr int kTurns = Of::kSuper && Split == 1 ? 2 : 1;
+    static constexpr int kHighStep = Of::kHighWhole ? kHighParts * Of::kHigh : Split * Of::kHigh;
+    RawCopy raw;
+    HighCopy high;
+    SideCopy<BN * kHead0Row, kSlotBlocks, 16> head0;
+    std::conditional_t<(kHeads > 1), SideCopy<BN * kHead1Row, kSlotBlocks, 16>, None> head1;
+    ActivationCopy x;
+    SideCopy<kScaleRow, Split * kGroups, 16> scales;
+    std::conditional_t<kSums, SideCopy<BM * 4, Split * kGroups, 4>, None> sums;
+
+    __device__ Copies(const Params& p, const Place& place, uint32_t sources)
+        : raw(sources, plane_of<0>(p, place), place.rows, row_bytes_of<0>(place)),
+          high(sources + kHighAt * kThreads * 16, plane_of<1>(p, place), place.rows,
+               row_bytes_of<1>(place)),
+          head0(plane_of<kFirstHead>(p, place), place.rows * kHead0Row, p.n * kHead0Row),
+          head1(plane_of<kLastHead>(p, place), place.rows * kHead1Row, p.n * kHead1Row),
+          x(sources + kActivationsAt * kThreads * 16,
+            reinterpret_cast<const uint8_t*>(p.x) + int64_t(place.token0) * p.k, place.tokens, p.k),
+          scales(p.scales + int64_t(place.token0) * 2, place.tokens * 8, int64_t(p.stride) * 8),
+          sums(p.sums + place.token0, place.tokens * 4, int64_t(p.stride) * 4) {}
+
+    // `Half`: which turn of its super-block this is.
+    template <int Half>
+    __device__ __forceinline__ void weights(const Params& p, const Place& place, int turn,
+                                            uint32_t slot) const {
+      const int index = turn / kTurns;
+      raw.template copy<Half * Of::kRaw, kTurns * Split * Of::kRaw, CopyBytes>(
+          slot, index, row_bytes_of<0>(place) - turn * Split * Of::kRaw, p.w);
+      if constexpr (Of::kHigh > 0)
+        high.template copy<Of::kHighWhole ? 0 : Half * Of::kHigh,
+                           Of::kHighWhole ? kHighStep : kTurns * kHighStep>(
+            slot + kRawBytes, index, row_bytes_of<1>(place) - turn * kHighStep, p.w);
+      const int left = place.row_blocks - index * kSlotBlocks;
+      const uint32_t heads = slot + kRawBytes + kHighBytes;
+      head0.copy(heads, index, kSlotBlocks * kHead0Row * p.n, left, p.w);
+      if constexpr (kHeads > 1)
+        head1.copy(heads + kHead0Bytes, index, kSlotBlocks * kHead1Row * p.n, left, p.w);
+    }
+
+    template <int Half>
+    __device__ __forceinline__ void activations(const Params& p, int turn, uint32_t slot,
+                                                uint32_t factors) const {
+      const auto* safe = reinterpret_cast<const uint8_t*>(p.x);
+      x.template copy<Half * 128, kTurns * Split * 128>(slot, turn / kTurns,
+                                                        p.k - turn * Split * 128, safe);
+      const int left = p.k / 32 - turn * Split * kGroups;
+      scales.copy(factors, turn, Split * kGroups * 8 * p.stride, left, safe);
+      if constexpr (kSums)  // those of four groups of a token side by side: an operand of an mma
+        sums.copy(factors + kScaleBytes, turn, Split * kGroups * 4 * p.stride, left, safe);
+    }
+  };
+
+  // ---- Products.
+  // A lane's places in slot 0 of shared memory.
+  struct Lane {
+    int lane, part, warp_row, warp_token;
+    uint32_t x, raw, high, high_words, scale, sum;
+
+    __device__ explicit Lane(Smem& s) {
+      const int warp = threadIdx.x / 32;
+      lane = threadIdx.x % 32;
+      part = warp / (kWarpsM * kWarpsN);
+      warp_row = warp % kWarpsM * 32;
+      warp_token = warp / kWarpsM % kWarpsN * kTokens;
+      const int token = warp_token + lane / 16 * 8 + lane % 8, f = warp_row + lane % 16;
+      x = kept(ptx::shared_address(s.x) + part * BM * 128 + chunk_place<128>(token, lane / 8 % 2));
+      const uint32_t w = ptx::shared_address(s.w);
+      raw = kept(w + part * BN * Of::kRaw + chunk_place<Of::kRaw>(f, lane / 16));
+      const int high_part = Of::kHighWhole ? part / 2 : part;
+      const uint32_t second = w + kRawBytes + high_part * BN * Of::kHigh;
+      if constexpr (Of::kHigh >= 32) high = kept(second + chunk_place<Of::kHigh>(f, lane / 16));
+      if constexpr (Of::kHigh == 16) high_words = kept(second + (warp_row + lane / 4) * 16);
+      const uint32_t factors = ptx::shared_address(s.factors);
+      scale = kept(factors + part * kGroups * kScaleRow + (warp_token + lane % 4 * 2) * 8);
+      sum = kept(factors + kScaleBytes + (part * BM + warp_token + lane / 16 * 8 + lane % 8) * 16);
+    }
+  };
+
+  // What `fetch` loads from: 16 of the warp's rows.
+  struct RawSource {
+    const Lane& at;
+    uint32_t w_slot;
+    int i;
+    __device__ __forceinline__ void q(int pair, uint32_t (&r)[4]) const {
+      ptx::load_matrix_x4(r, (at.raw ^ pair * 32) + w_slot + i * 16 * Of::kRaw);
+    }
+    __device__ __forceinline__ void high(int pair, uint32_t (&r)[4]) const {
+      ptx::load_matrix_x4(r, (at.high ^ pair * 32) + w_slot + i * 16 * Of::kHigh);
+    }
+    __device__ __forceinline__ void words(uint32_t (&r)[8]) const {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const uint4 four = ptx::load_shared(at.high_words + w_slot + (i * 16 + half * 8) * 16);
+        r[4 * half] = four.x, r[4 * half + 1] = four.y;
+        r[4 * half + 2] = four.z, r[4 * half + 3] = four.w;
+      }
+    }
+  };
+
+  // What is loaded after it is not loaded before: ptxas would fetch more ahead than fits registers.
+  static __device__ __forceinline__ void fence() { __syncwarp(); }
+
+  // One step of a warp; `half` of the super-block, if there is one.
+  static __device__ __forceinline__ void multiply(Accumulators& acc, Smem& s, const Lane& at,
+                                                  int slot, int half) {
+    const uint32_t w_slot = slot * kW, x_slot = slot * kX, f_slot = slot * kFactors;
+    float* own = s.own[threadIdx.x / 32];
+
+    {  // The scales of a row, each lane one.
+      const int block = Of::kSuper ? at.part / 2 : at.part * 4;
+      const uint8_t* head0 = s.w[0] + w_slot + kRawBytes + kHighBytes + block * BN * kHead0Row;
+      const uint8_t* head1 = s.w[0] + w_slot + kW - kHead1Bytes + block * BN * kHead1Row;
+      const int row = at.warp_row + at.lane;
+      float scales[kScales], mins[kGroups];
+      Of::scales(scales, mins, head0, head1, BN, row, half);
+#pragma unroll
+      for (int i = 0; i < kScales; ++i) own[i * 32 + at.lane] = scales[i];
+      if constexpr (kSums) {  // upper bits, then the rest; in the other fragment the other way
+                              // round
+        const int i = at.lane / 4, fragment = at.lane / 2 % 2;
+        float* min = own + kScales * 32 + fragment * kMinFragment + i * 4 + at.lane % 2;
+#pragma unroll
+        for (int g = 0; g < kGroups; ++g) {
+          const float upper = __uint_as_float(__float_as_uint(mins[g]) & 0xffffe000u);
+          min[g * kMinGroup + fragment * 2] = upper;
+          min[g * kMinGroup + 2 - fragment * 2] = mins[g] - upper;
+        }
+      }
+      if constexpr (kProducts) {
+        uint32_t words[kScales];
+        own[2 * kScales * 32 + at.lane] = Of::min_words(words, head0, head1, row, half);
+#pragma unroll
+        for (int i = 0; i < kScales; ++i)
+          own[(kScales + i) * 32 + at.lane] = __uint_as_float(words[i]);
+      }
+    }
+    __syncwarp();
+    const float4* mine = reinterpret_cast<const float4*>(own) + at.lane / 4;  // of rows 4 l / 4 ...
+
+    if constexpr (kSums) {
+      uint32_t a[2][4];
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const float* min = own + kScales * 32 + i * kMinFragment;
+        const uint4 bits =
+            *reinterpret_cast<const uint4*>(min + at.lane % 4 * kMinGroup + at.lane / 4 * 4);
+        a[i][0] = bits.x, a[i][1] = bits.y, a[i][2] = bits.z, a[i][3] = bits.w;
+      }
+#pragma unroll
+      for (int pair = 0; pair < kPairs; ++pair) {
+        uint32_t b[4];  // twice the same of either eight tokens
+        ptx::load_matrix_x4(b, at.sum + f_slot + pair * 16 * 16);
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          ptx::mma_1688(acc[i][2 * pair], a[i], b[0], b[1]);
+          ptx::mma_1688(acc[i][2 * pair + 1], a[i], b[2], b[3]);
+        }
+      }
+    }
+    float4 minus;
+    if constexpr (kProducts) minus = mine[2 * kScales * 8];
+
+    quant::Raw raw[2];
+    fence();
+    group<0>(acc, at, raw, mine, minus, w_slot, x_slot, f_slot, half);
+    fence();
+    group<1>(acc, at, raw, mine, minus, w_slot, x_slot, f_slot, half);
+    fence();
+    group<2>(acc, at, raw, mine, minus, w_slot, x_slot, f_slot, half);
+    fence();
+    group<3>(acc, at, raw, mine, minus, w_slot, x_slot, f_slot, half);
+  }
+
+  template <int G>
+  static __device__ __forceinline__ void group(Accumulators& acc, const Lane& at,
+                                               quant::Raw (&raw)[2], const float4* mine,
+                                               const float4& minus, uint32_t w_slot,
+                                               uint32_t x_slot, uint32_t f_slot, int half) {
+    constexpr int kParts = 32 / Of::kSub;
+    uint32_t a[2][4];
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const RawSource source{at, w_slot, i};
+      Of::template fetch<G>(raw[i], source, half);
+      Of::template operand<G>(a[i], raw[i], at.lane);
+    }
+    float w[kParts][4];
+#pragma unroll
+    for (int part = 0; part < kParts; ++part) {
+      const float4 four = mine[(G * kParts + part) * 8];
+      w[part][0] = four.x, w[part][1] = four.y, w[part][2] = four.z, w[part][3] = four.w;
+    }
+    uint32_t m[2][4];
+    float less[4];
+    if constexpr (kProducts) {
+#pragma unroll
+      for (int part = 0; part < 2; ++part) {
+        const float4 four = mine[(kScales + G * 2 + part) * 8];
+        m[0][2 * part] = __float_as_uint(four.x), m[0][2 * part + 1] = __float_as_uint(four.y);
+        m[1][2 * part] = __float_as_uint(four.z), m[1][2 * part + 1] = __float_as_uint(four.w);
+      }
+      less[0] = minus.x, less[1] = minus.y, less[2] = minus.z, less[3] = minus.w;
+    }
+#pragma unroll
+    for (int pair = 0; pair < kPairs; ++pair) {
+      if (pair) fence();
+      uint32_t b[4];
+      ptx::load_matrix_x4(b, (at.x ^ G * 32) + x_slot + pair * 16 * 128);
+#pragma unroll
+      for (int j = 2 * pair; j < 2 * pair + 2; ++j) {
+        const uint4 bits = ptx::load_shared(at.scale + f_slot + G * kScaleRow + j * 64);
+        const float d[2] = {__uint_as_float(bits.x), __uint_as_float(bits.z)};
+        const float minus_md[2] = {__uint_as_float(bits.y), __uint_as_float(bits.w)};
+        const auto fold = [&](float (&c)[4], const int (&sum)[4], float first, float second) {
+#pragma unroll
+          for (int x = 0; x < 4; ++x) {
+            const float t = fmaf(__int_as_float(sum[x]), d[x % 2], minus_md[x % 2]);
+            c[x] = fmaf(t, x < 2 ? first : second, c[x]);
+          }
+        };
+        const uint32_t b0 = b[j % 2 * 2], b1 = b[j % 2 * 2 + 1];
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          int sum[4];
+          if constexpr (kParts == 1) {
+            ptx::imma_16832<Of::kSigned>(sum, a[i], b0, b1, kM);
+            fold(acc[i][j], sum, w[0][2 * i], w[0][2 * i + 1]);
+          } else {
+            ptx::imma_16816<Of::kSigned>(sum, a[i][0], a[i][1], b0, kM);
+            fold(acc[i][j], sum, w[0][2 * i], w[0][2 * i + 1]);
+            ptx::imma_16816<Of::kSigned>(sum, a[i][2], a[i][3], b1, kM);
+            fold(acc[i][j], sum, w[1][2 * i], w[1][2 * i + 1]);
+          }
+          if constexpr (kProducts) {
+            ptx::imma_16832<false>(sum, m[i], b0, b1, kM);
+            fold(acc[i][j], sum, less[2 * i], less[2 * i + 1]);
+          }
+        }
+      }
+    }
+  }
+
+  static __device__ void run(const Params& p) {
+    const int m = *p.rows;
+    const int token_tiles = (m + BM - 1) / BM, row_tiles = (p.n + BN - 1) / BN;
+    if (blockIdx.x >= token_tiles * row_tiles) {
+      ptx::dependency_wait();
+      return;
+    }
+    const auto [token0, row0] = place_of<BM, BN>(blockIdx.x, token_tiles, row_tiles);
+    const Place place{row0, token0, p.n - row0, m - token0, p.k / Block::kElements};
+
+    Smem& s = spec::shared<Smem>();
+    const uint32_t x = ptx::shared_address(s.x), w = ptx::shared_address(s.w);
+    const uint32_t factors = ptx::shared_address(s.factors);
+    const int slots = (p.k + Split * quant::kStep - 1) / (Split * quant::kStep);  // of k in all
+    const Copies copies(p, place, ptx::shared_address(s.sources));
+    constexpr int kAhead = Stages - 1;
+    static_assert(Copies::kTurns == 1 || Stages <= 2, "a slot is always the same half");
+    // Weights, which no kernel writes, need not wait for the kernel before.
+#pragma unroll
+    for (int turn = 0; turn < kAhead; ++turn) {
+      if (turn < slots) copies.template weights<0>(p, place, turn, w + turn * kW);
+    }
+    ptx::dependency_wait();
+#pragma unroll
+    for (int turn = 0; turn < kAhead; ++turn) {
+      if (turn < slots)
+        copies.template activations<0>(p, turn, x + turn * kX, factors + turn * kFactors);
+      ptx::copy_async_commit();  // the first group has all of these weights
+    }
+
+    const Lane at(s);
+    Accumulators acc = {};
+    const auto turn_of = [&](int turn, int slot, int next, int half, auto copied_half) {
+      if constexpr (Stages > 1) ptx::copy_async_wait<(Stages > 1 ? Stages - 2 : 0)>();
+      __syncthreads();
+      constexpr int kHalf = decltype(copied_half)::value;
+      if (turn + kAhead < slots) {
+        copies.template weights<kHalf>(p, place, turn + kAhead, w + next * kW);
+        copies.template activations<kHalf>(p, turn + kAhead, x + next * kX,
+                                           factors + next * kFactors);
+      }
+      ptx::copy_async_commit();
+      if constexpr (Stages == 1) {
+        ptx::copy_async_wait<0>();
+        __syncthreads();
+      }
+      multiply(acc, s, at, slot, half);
+    };
+    if constexpr (Copies::kTurns == 2) {
+#pragma unroll 1
+      for (int turn = 0; turn < slots; turn += 2) {
+        turn_of(turn, 0, kAhead, 0, std::integral_constant<int, kAhead>());
+        turn_of(turn + 1, kAhead, 0, 1, std::integral_constant<int, 1 - kAhead>());
+      }
+    } else {
+      int slot = 0, next = kAhead;
+#pragma unroll 1
+      for (int turn = 0; turn < slots; ++turn) {
+        turn_of(turn, slot, next, (turn * Split + at.part) % 2, std::integral_constant<int, 0>());
+        slot = slot + 1 == Stages ? 0 : slot + 1;
+        next = next + 1 == Stages ? 0 : next + 1;
+      }
+    }
+    if constexpr (Split > 1) {
+      store_parts(p, s, at, acc, place);
+    } else {
+      constexpr int kCount = kTokens / 8 < 4 ? kTokens / 8 : 4;
+#pragma unroll
+      for (int j = 0; j < kTokens / 8; j += kCount) store<kCount>(p, at, acc, j, place);
+    }
+  }
+
+  // Adds up the parts of k in order; a warp stores every Split-th fragment.
+  static __device__ __forceinline__ void store_parts(const Params& p, Smem& s, const Lane& at,
+                                                     Accumulators& acc, const Place& place) {
+    __syncthreads();
+    auto& parts = s.parts();
+    const int warp = threadIdx.x / 32, first = warp % (kWarpsM * kWarpsN);
+#pragma unroll
+    for (int i = 0; i < 2; ++i)
+#pragma unroll
+      for (int j = 0; j < kTokens / 8; ++j)
+        *reinterpret_cast<float4*>(parts[warp][i * (kTokens / 8) + j][at.lane]) =
+            make_float4(acc[i][j][0], acc[i][j][1], acc[i][j][2], acc[i][j][3]);
+    __syncthreads();
+#pragma unroll
+    for (int turn = 0; turn * Split < kTokens / 8; ++turn) {
+      const int j = turn * Split + at.part;
+      if (j >= kTokens / 8) break;
+      float sum[2][1][4] = {};
+#pragma unroll
+      for (int part = 0; part < Split; ++part)
+#pragma unroll
+        for (int i = 0; i < 2; ++i)
+#pragma unroll
+          for (int x = 0; x < 4; ++x)
+            sum[i][0][x] +=
+                parts[first + part * kWarpsM * kWarpsN][i * (kTokens / 8) + j][at.lane][x];
+      store<1>(p, at, sum, j, place);
+    }
+  }
+
+  // Fragments j ... j + Count - 1 of both halves: of each token four rows that follow each other.
+  template <int Count, int Columns>
+  static __device__ __forceinline__ void store(const Params& p, const Lane& at,
+                                               const float (&acc)[2][Columns][4], int j,
+                                               const Place& place) {
+    const int row = at.warp_row + at.lane / 4 * 4;
+    if (row >= place.rows) return;
+    const int token = at.warp_token + j * 8 + at.lane % 4 * 2;
+    const int64_t first = int64_t(place.token0) * p.width + p.column + place.row0 + row;
+    const auto each = [&](auto&& visit) {
+#pragma unroll
+      for (int x = 0; x < Count; ++x)
+#pragma unroll
+        for (int y = 0; y < 2; ++y) {
+          const int mine = token + x * 8 + y, from = Columns == Count ? x : j + x;
+          if (mine < place.tokens)
+            visit(2 * x + y, first + int64_t(mine) * p.width,
+                  make_float4(p.scale * acc[0][from][y], p.scale * acc[0][from][2 + y],
+                              p.scale * acc[1][from][y], p.scale * acc[1][from][2 + y]));
+        }
+    };
+    if (p.epilogue == 1) {
+      bool fit = true;
+      each([&](int, int64_t there, const float4& v) {
+        fit &= fits_half(v.x) & fits_half(v.y) & fits_half(v.z) & fits_half(v.w);
+        ptx::store_words(static_cast<__half*>(p.c) + there, ptx::pack_halves(v.x, v.y),
+                         ptx::pack_halves(v.z, v.w));
+      });
+      if (!fit) atomicMin(p.overflow, p.site);
+    } else if (p.epilogue == 0) {
+      each([&](int, int64_t there, const float4& v) {
+        ptx::store_floats(static_cast<float*>(p.c) + there, v);
+      });
+    } else {
+      float4 before[2 * Count];  // all loads before the first store: they wait together
+      each([&](int i, int64_t there, const float4&) {
+        before[i] = *reinterpret_cast<const float4*>(static_cast<const float*>(p.c) + there);
+      });
+      each([&](int i, int64_t there, const float4& v) {
+        const float4& b = before[i];
+        ptx::store_floats(static_cast<float*>(p.c) + there,
+                          make_float4(b.x + v.x, b.y + v.y, b.z + v.z, b.w + v.w));
+      });
+    }
+  }
+};

@@ -1,0 +1,188 @@
+"""Products of quantized rows with packed weights: C = X · Wᵀ with what follows it fused in."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from pyruntime.driver.library import Kernel, Library, kept
+from pyruntime.driver.memory import DeviceArray
+from pyruntime.driver.program import Program
+from pyruntime.errors import CubinError
+from pyruntime.ops.gemm_choice import Limits
+from pyruntime.ops.gemv_int8 import EPILOGUES, MOST_ROWS, gemv_int8
+from pyruntime.ops.quantize import Plane
+
+FAMILY = "int8"
+STEP = 128  # columns of k in a step of a warp
+RUN = 4  # results of a row that are written at a time
+
+# Cycles of a multiprocessor. A warp turns TOKENS x ROWS x STEP products into sums in so many:
+TOKENS, ROWS = 64, 32
+STEP_CYCLES = {32: 780.0, 16: 1420.0}  # if it has a scheduler for itself; by weights per scale
+ALONE = 0.35  # of those cycles more that a scheduler waits if it has one warp only, halved for two
+LAUNCH, TILE, PART = 3500.0, 1500.0, 500.0  # of a launch, of a tile, and for each part of k
+SCHEDULERS = 4
+MEMORY_BYTES = 18.0  # a cycle, of weights from device memory, for each multiprocessor
+
+
+def gemm_int8(
+    program: Program,
+    library: Library,
+    *,
+    plane: Plane,
+    w: DeviceArray,
+    type_name: str,
+    c: DeviceArray,
+    rows: DeviceArray | int,
+    max_rows: int,
+    epilogue: str,
+    column: int = 0,
+    scale: float = 1.0,
+    overflow: DeviceArray | int = 0,
+    site: int = 0,
+    kernel: Kernel | None = None,
+) -> None:
+    """Records the product of the live rows of `plane` with `w`, and what `epilogue` does with it.
+
+    "f32", "f16": c[:, column : column + n] = scale · x wᵀ. "add": the same with +=. For up to
+    `gemv_int8.MOST_ROWS` rows by its kernels. Values are those of `reference.int8.product`.
+
+    Args:
+        plane: of at least max rows, k columns.
+        w: uint8 [n, bytes of a row], repacked into planes (`ops.repack`), n a multiple of 16;
+            nothing in the same run of the program may write it (`Program.run`).
+        type_name: GGUF name of its type, in any case.
+        c: float32 [at least max rows, width], "f16": float16; column and width multiples of 4 for
+            more than those few rows. Rows past the live ones are neither read nor written.
+        rows: device int32 (or its address): how many rows are live when this runs.
+        max_rows: the most that `rows` will hold; sizes the grid.
+        overflow, site: for "f16"; `site` is left there if it is lower and a result is out of range.
+        kernel: a row of the table, instead of the one that `choose` picks.
+
+    Raises:
+        ValueError: arrays whose types, shapes or alignment do not fit.
+        CubinError: there is no kernel for the type.
+    """
+    if kernel is None and max_rows <= MOST_ROWS:
+        gemv_int8(
+            program, library, plane=plane, w=w, type_name=type_name, c=c, rows=rows,
+            max_rows=max_rows, epilogue=epilogue, column=column, scale=scale, overflow=overflow,
+            site=site,
+        )  # fmt: skip
+        return
+    (n, row_bytes), k = w.shape, plane.q.shape[1]
+    if kernel is None:
+        kernel = choice(library, type_name.lower(), max_rows, n, k)
+    tile = kernel.spec.tile
+    blocks, odd = divmod(k, int(tile["block"]))
+    what = f"gemm_int8: {type_name} w {w.shape} and {k} columns of q into c {c.shape}"
+    if w.dtype != "uint8" or odd or row_bytes != blocks * int(tile["bytes"]):
+        raise ValueError(f"{what}: no rows of whole blocks")
+    if tile["type"] != type_name.lower():
+        raise ValueError(f"{what}: {kernel.name}")
+    width = c.shape[1] if len(c.shape) == 2 else 0
+    if n % int(tile["n"]) or not 0 <= column <= column + n <= width:
+        raise ValueError(f"{what}: {n} rows of w from column {column} on")
+    if column % RUN or width % RUN:
+        raise ValueError(f"{what}: column {column} of {width}, not multiples of {RUN}")
+    if epilogue not in EPILOGUES or c.dtype != EPILOGUES[epilogue]:
+        raise ValueError(f"{what}: epilogue {epilogue!r} into {c.dtype}")
+    if epilogue == "f16" and not overflow:
+        raise ValueError(f"{what}: f16 needs an overflow word")
+    if not 1 <= max_rows <= min(c.shape[0], plane.q.shape[0]):
+        raise ValueError(f"{what}: {max_rows} rows of {plane.q.shape[0]}")
+    for name, array in (("w", w), ("q", plane.q), ("scales", plane.scales), ("sums", plane.sums),
+                        ("c", c)):  # fmt: skip
+        if array.ptr % 16:
+            raise ValueError(f"{what}: {name} at {array.ptr:#x} is not 16-byte aligned")
+    program.add(
+        kernel,
+        grid=units(kernel, max_rows, n),
+        rows=rows,
+        x=plane.q,
+        scales=plane.scales,
+        sums=plane.sums,
+        w=w,
+        c=c,
+        overflow=overflow,
+        n=n,
+        k=k,
+        stride=plane.stride,
+        width=width,
+        column=column,
+        epilogue=list(EPILOGUES).index(epilogue),
+        site=site,
+        scale=scale,
+    )
+
+
+@kept  # all layers of a model ask the same
+def choice(library: Library, type_name: str, m: int, n: int, k: int) -> Kernel:
+    """The row of the table for an [m, n] product over k; see `choose`."""
+    return choose(rows_for(library, type_name), m, n, k, library.device)
+
+
+def rows_for(library: Library, type_name: str, levers: bool = False) -> list[Kernel]:
+    """The rows of the table for a type, in lower case.
+
+    Args:
+        levers: with those that are there to be compared, and are never chosen.
+
+    Raises:
+        CubinError: there is no kernel for the type.
+    """
+    found = [
+        row
+        for row in library.family(FAMILY)
+        if row.spec.tile["type"] == type_name and (levers or not row.spec.tile["lever"])
+    ]
+    if not found:
+        raise CubinError(f"no gemm_int8 kernel for type {type_name}")
+    return found
+
+
+def choose(kernels: Sequence[Kernel], m: int, n: int, k: int, device: Limits) -> Kernel:
+    """The row that should be fastest for C [m, n] = X [m, k] · W [n, k]ᵀ.
+
+    Rows that do not split k compute the same bits, and so do those with the same split.
+
+    Raises:
+        CubinError: no row fits the device.
+    """
+    found = {row: _cost(row, m, n, k, device) for row in kernels if _resident(row, device)}
+    if not found:
+        raise CubinError(f"no gemm_int8 row fits {device.smem_per_sm:,} B of shared memory")
+    return min(found, key=lambda row: (found[row], row.name))
+
+
+def units(kernel: Kernel, m: int, n: int) -> int:
+    """Blocks for an [m, n] product."""
+    tile = kernel.spec.tile
+    return -(-m // int(tile["bm"])) * -(-n // int(tile["bn"]))
+
+
+def _resident(kernel: Kernel, device: Limits) -> int:
+    """Blocks of a multiprocessor."""
+    spec = kernel.spec
+    return min(spec.min_blocks, device.smem_per_sm // (spec.smem_bytes + device.smem_reserved))
+
+
+def _cost(kernel: Kernel, m: int, n: int, k: int, device: Limits) -> float:
+    """Cycles that it should take."""
+    spec, resident = kernel.spec, _resident(kernel, device)
+    tile = {name: int(spec.tile[name]) for name in ("bm", "bn", "split", "sub", "bytes", "block")}
+    most = resident * device.sm_count
+    steps = -(-k // (STEP * tile["split"]))
+    warp_step = STEP_CYCLES[tile["sub"]] * (
+        tile["bm"] * tile["bn"] * tile["split"] / (TOKENS * ROWS * spec.threads // 32)
+    )
+    full, rest = divmod(units(kernel, m, n), most)
+    cycles = 0.0
+    for count, blocks in ((full, most), (1, rest)):
+        together = -(-blocks // device.sm_count)
+        warps = together * spec.threads / 32 / SCHEDULERS  # of a scheduler
+        step = warp_step * max(warps, 1.0) * (1 + ALONE / max(warps, 1.0))
+        if blocks:
+            cycles += count * (steps * step + TILE + PART * (tile["split"] - 1))
+    memory = n * k / tile["block"] * tile["bytes"] / (MEMORY_BYTES * device.sm_count)
+    return LAUNCH + max(cycles, memory)
