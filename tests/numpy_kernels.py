@@ -29,7 +29,7 @@ from pyruntime.driver.program import Launch
 from pyruntime.model.scores import Targets, token_scores
 from pyruntime.ops.attention_schedule import UNLIMITED
 from pyruntime.ops.qkv import paired_rows
-from pyruntime.reference import e4m3
+from pyruntime.reference import e4m3, int8
 from pyruntime.reference.functions import (
     Array,
     causal_attention,
@@ -51,6 +51,7 @@ TABLES = {
     )
 }
 LOG2E = math.log2(math.e)
+EPILOGUES = {"f32": 0, "f16": 1, "add": 2}  # of int8 products, as their kernels number them
 
 
 class NumpyKernels:
@@ -250,6 +251,22 @@ def _gemm(work: Work) -> None:
         work.store(c, scale * result)
 
 
+def _int8(work: Work) -> None:
+    """Of weights as `_repack` leaves them."""
+    given, tile, count = work.given, work.tile, work.count()
+    tiles = -(-count // int(tile["bm"])) * -(-given["n"] // int(tile["bn"]))
+    work.covers(0, tiles)
+    scales, sums = (work.array(name)[:, :count] for name in ("scales", "sums"))
+    x = int8.Quantized(work.rows("x", count), scales[:, :, 0].T, sums.T)
+    product = int8.product(x, work.array("w"), str(tile["type"]).upper())
+    c = work.rows("c", count)[:, given["column"] : given["column"] + given["n"]]
+    scaled = np.float32(given["scale"]) * product
+    if given["epilogue"] == EPILOGUES["f16"]:
+        work.store(c, scaled)
+    else:
+        c[...] = scaled + (c if given["epilogue"] == EPILOGUES["add"] else 0)
+
+
 def _rope(work: Work) -> None:
     count = int(work.array("live")[0])
     work.covers(0, count)
@@ -398,5 +415,5 @@ def _pool(work: Work) -> None:
 FAMILIES: dict[str, Callable[[Work], None]] = {
     "dequant": _dequant, "rows": _rows, "norm": _norm, "gemm": _gemm, "rope": _rope,
     "widen": _widen, "schedule": _schedule, "attention": _attention, "softcap": _softcap,
-    "scores": _scores, "pool": _pool, "repack": _repack,
+    "scores": _scores, "pool": _pool, "repack": _repack, "int8": _int8,
 }  # fmt: skip
