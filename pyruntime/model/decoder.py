@@ -18,7 +18,8 @@ from pyruntime.errors import CudaError
 from pyruntime.model.batch import Batch, Rows, ascending, runs
 from pyruntime.model.buckets import bucket
 from pyruntime.model.cache import Cache, Layout, layout_bytes
-from pyruntime.model.config import DOWN_SCALE, ModelConfig
+from pyruntime.model.config import ModelConfig
+from pyruntime.model.layers import Layers, Working
 from pyruntime.model.live import LiveBlock, max_sequences
 from pyruntime.model.pipeline import Pass
 from pyruntime.model.replay import Recorded, Replayer
@@ -30,23 +31,12 @@ from pyruntime.ops.attention_choice import choose
 from pyruntime.ops.attention_schedule import Schedule, Workspace, workspace_layout
 from pyruntime.ops.gemm import gemm
 from pyruntime.ops.gemm_workspace import WORKSPACE_LAYOUT, GemmWorkspace
-from pyruntime.ops.norm import norm, norm_residual
-from pyruntime.ops.qkv import qkv
 from pyruntime.ops.rows import embed, gather, has_packed_logits, packed_logits
 from pyruntime.ops.softcap import softcap
 from pyruntime.ops.widen import widen
 
 PASSES = 96  # recorded passes kept, one per `Shape`; 4096 rows have 95 buckets
 TABLE_ROWS = 1 << 16  # positions whose rotary table is made on the host at a time
-GATES = {"silu": "swiglu", "gelu": "geglu"}  # epilogues by activation
-# What can leave fp16's range in a layer, in order of computation; see `site_name`.
-SITES = ("the attention norm", "Q", "K", "V", "the FFN norm", "the input of ffn_down")
-
-
-def site_name(site: int, layers: int) -> str:
-    """The layer and tensor of an overflow site."""
-    layer, tensor = divmod(site, len(SITES))
-    return "the output norm" if layer == layers else f"layer {layer}: {SITES[tensor]}"
 
 
 class Shape(NamedTuple):
@@ -220,6 +210,10 @@ class Decoder:
             self._counts.upload(np.arange(max_tokens + 1))
             self._workspace = Workspace(library, **_workspace_sizes(config, max_tokens))
             self._gemm_workspace = GemmWorkspace(library)
+            self.layers = Layers(
+                library, config, weights, self.activations, self.live, self._gemm_workspace,
+                kv_dtype, invariant,
+            )  # fmt: skip
         except BaseException:
             with suppress(CudaError):  # the first failure is the one to report
                 self.close()
@@ -389,86 +383,44 @@ class Decoder:
             softcap(program, self._library, x=logits, cap=cap, rows=rows, max_rows=logits.shape[0])
 
     def _record(self, shape: Shape) -> Program:
-        c, w, live, lib, act, rows = (
-            self.config, self._weights, self.live, self._library, self.activations, shape.rows
+        c, w, live, lib, act = (
+            self.config, self._weights, self.live, self._library, self.activations
         )  # fmt: skip
-        p = Program()
+        if not self._tables:
+            raise RuntimeError("reserve_positions comes first")
+        p, layers = Program(), self.layers
         schedules = self._schedules(shape)
         with p.role("schedule"):
             for schedule in schedules.values():
                 schedule.record(p)
-        x, attended, count = act["x"], act["attended"], live.rows
-        joins = "f32" if c.post_norms else "add"
+        rows = Working(act["x"], act["attended"], live.rows, shape.rows)
         with p.role("embed"):
             embed(
-                p, lib, table=w.outer["embedding"], type_name=w.embedding_type, ids=live.ids, x=x,
-                rows=live.rows, max_rows=rows, scale=c.embedding_scale,
+                p, lib, table=w.outer["embedding"], type_name=w.embedding_type, ids=live.ids,
+                x=rows.x, rows=rows.count, max_rows=rows.most, scale=c.embedding_scale,
             )  # fmt: skip
-        self._norm(p, x, w.layers[0]["attn_norm"], count, rows, 0)
-        for layer, weights in enumerate(w.layers):
-            site = layer * len(SITES)
+        layers.enter(p, rows)
+        for layer in range(c.layers):
             p.cut()
-            self._stores(p, layer, rows, site + 1)
+            layers.store(p, layer, rows, self._tables[c.ropes.index(c.rope_of(layer))])
             if layer == c.layers - 1 and not shape.kept:
                 break
             self._attention(p, schedules[c.window_of(layer)], layer)
             if layer == c.layers - 1 and not shape.every_row:
-                with p.role("gather"):
-                    gather(
-                        p, lib, x=x, a=attended, x_out=act["last_x"], a_out=act["last_attended"],
-                        index=live.wanted_rows, wanted=live.wanted, max_wanted=shape.kept,
-                    )  # fmt: skip
-                x, attended = act["last_x"], act["last_attended"]
-                count, rows = live.wanted, shape.kept
-            with p.role("o"):
-                gemm(
-                    p, lib, a=attended, w=weights["attn_output"], c=act.get("branch", x),
-                    rows=count, max_rows=rows, epilogue=joins, invariant=self.invariant,
-                    workspace=self._gemm_workspace,
-                )  # fmt: skip
-            post = weights.get("post_attention_norm")
-            self._norm(p, x, weights["ffn_norm"], count, rows, site + 4, post)
-            with p.role("gate_up"):
-                gemm(
-                    p, lib, a=act["normed"], w=weights["gate_up"], c=act["swiglu"],
-                    rows=count, max_rows=rows, epilogue=GATES[c.activation],
-                    scale=DOWN_SCALE, overflow=live.overflow, site=site + 5,
-                    invariant=self.invariant, workspace=self._gemm_workspace,
-                )  # fmt: skip
-            with p.role("down"):
-                gemm(
-                    p, lib, a=act["swiglu"], w=weights["down"], c=act.get("branch", x),
-                    rows=count, max_rows=rows, epilogue=joins, scale=1 / DOWN_SCALE,
-                    invariant=self.invariant, workspace=self._gemm_workspace,
-                )  # fmt: skip
-            last = layer == c.layers - 1
-            following = w.outer["output_norm"] if last else w.layers[layer + 1]["attn_norm"]
-            post = weights.get("post_ffw_norm")
-            self._norm(p, x, following, count, rows, site + len(SITES), post)
+                rows = self._wanted(p, rows, shape.kept)
+            layers.leave(p, layer, rows)
         return p
 
-    def _norm(
-        self,
-        p: Program,
-        x: DeviceArray,
-        weight: DeviceArray,
-        count: DeviceArray,
-        rows: int,
-        site: int,
-        post: DeviceArray | None = None,
-    ) -> None:
-        """`normed` from x, which takes `branch` in first where that has a norm of its own."""
-        y, eps, overflow = self.activations["normed"], self.config.eps, self.live.overflow
-        if post is None:
-            norm(
-                p, self._library, x=x, weight=weight, y=y, rows=count, max_rows=rows, eps=eps,
-                overflow=overflow, site=site,
+    def _wanted(self, p: Program, rows: Working, kept: int) -> Working:
+        """The rows that something is wanted of, one after the other."""
+        act, live = self.activations, self.live
+        x, attended = act["last_x"], act["last_attended"]
+        with p.role("gather"):
+            gather(
+                p, self._library, x=rows.x, a=rows.attended, x_out=x, a_out=attended,
+                index=live.wanted_rows, wanted=live.wanted, max_wanted=kept,
             )  # fmt: skip
-        else:
-            norm_residual(
-                p, self._library, branch=self.activations["branch"], post=post, x=x, weight=weight,
-                y=y, rows=count, max_rows=rows, eps=eps, overflow=overflow, site=site,
-            )  # fmt: skip
+        return Working(x, attended, live.wanted, kept)
 
     def _schedules(self, shape: Shape) -> dict[int | None, Schedule]:
         """How attention is divided, by window."""
@@ -487,45 +439,6 @@ class Decoder:
                 window=window, workspace=self._workspace, place=place,
             )  # fmt: skip
         return found
-
-    def _stores(self, p: Program, layer: int, rows: int, site: int) -> None:
-        """From `normed` to `q`, and K and V into the caches."""
-        c, live, act, weights = self.config, self.live, self.activations, self._weights.layers
-        if not self._tables:
-            raise RuntimeError("reserve_positions comes first")
-        cosines, sines = self._tables[c.ropes.index(c.rope_of(layer))]
-        scaled = self._kv_dtype != "f16"
-        qkv(
-            p,
-            self._library,
-            a=act["normed"],
-            w=weights[layer]["qkv"],
-            product=act["qkv"],
-            q=act["q"],
-            rows=live.rows,
-            live=live.live,
-            sequences=live.stored if scaled else live.sequences,
-            sequence_of=live.sequence_of,
-            positions=live.positions,
-            cosines=cosines,
-            sines=sines,
-            max_rows=rows,
-            layer=layer,
-            heads=c.heads,
-            kv_heads=c.kv_heads,
-            head_dim=c.head_dim,
-            interleaved=c.rope.style == "interleaved",
-            alike=self._weights.alike,
-            overflow=live.overflow,
-            site=site,
-            eps=c.eps,
-            kv_dtype=self._kv_dtype,
-            bias=weights[layer].get("qkv_bias"),
-            q_norm=weights[layer].get("q_norm"),
-            k_norm=weights[layer].get("k_norm"),
-            invariant=self.invariant,
-            workspace=self._gemm_workspace,
-        )
 
     def _attention(self, p: Program, schedule: Schedule, layer: int) -> None:
         """From `q` and the caches to `attended`."""

@@ -32,7 +32,7 @@ from pyruntime.model import pipeline
 from pyruntime.model.batch import Batch, Output, whole_regions
 from pyruntime.model.cache import Cache, Region
 from pyruntime.model.config import ModelConfig
-from pyruntime.model.decoder import PASSES, Decoder, Piece, Shape, site_name
+from pyruntime.model.decoder import PASSES, Decoder, Piece, Shape
 from pyruntime.model.footprint import cache_bytes, plan
 from pyruntime.model.live import NO_OVERFLOW, max_sequences
 from pyruntime.model.pipeline import Pass
@@ -499,7 +499,7 @@ class GpuModel:
             self.host_span = enqueued, time.perf_counter()
             self.gpu_seconds = replayer.ended.elapsed(replayer.started) / 1e3
         if (site := decoder.live.overflow_site) != NO_OVERFLOW:
-            where = site_name(site, self.config.layers)
+            where = decoder.layers.site_name(site)
             raise NumericalError(f"{where} holds a value beyond fp16's ±65504 or a NaN")
         return out
 
