@@ -20,7 +20,7 @@ from pyruntime.driver.library import Kernel
 from pyruntime.driver.memory import DeviceArray
 from pyruntime.driver.program import Program
 from pyruntime.model.config import ModelConfig
-from pyruntime.model.weights import layer_placements
+from pyruntime.model.placements import layer_placements
 from pyruntime.ops.gemm import GATED, OUTPUTS, gemm
 from pyruntime.ops.gemm_choice import choose
 

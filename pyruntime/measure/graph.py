@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from pyruntime.model.config import ModelConfig
 from pyruntime.model.live import PASS_BYTES
-from pyruntime.model.weights import layer_placements
+from pyruntime.model.placements import layer_placements
 
 GEMMS = ("qkv", "o", "gate_up", "down", "head")
 # In order of computation.

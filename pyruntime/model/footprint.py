@@ -10,8 +10,8 @@ from pyruntime.model.cache import cache_layout, layout_bytes
 from pyruntime.model.config import ModelConfig
 from pyruntime.model.decoder import activation_bytes
 from pyruntime.model.live import live_bytes
+from pyruntime.model.placements import weight_bytes
 from pyruntime.model.streamed import PASS_TOKENS, scratch_bytes
-from pyruntime.model.weights import weight_bytes
 
 if TYPE_CHECKING:
     from pyruntime.gguf import GGUFFile

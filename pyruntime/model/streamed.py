@@ -24,7 +24,8 @@ from pyruntime.model.config import ModelConfig
 from pyruntime.model.live import NO_OVERFLOW
 from pyruntime.model.loader import beyond_fp16
 from pyruntime.model.pipeline import SLOTS, Pass, Pipeline, Step
-from pyruntime.model.weights import Placement, Source, Weights, layer_placements
+from pyruntime.model.placements import Placement, Source, layer_placements
+from pyruntime.model.weights import Weights
 from pyruntime.ops.dequant import dequantize
 from pyruntime.ops.gemm import ALIGNMENT, choice, gemm
 
