@@ -1,8 +1,8 @@
-"""Matrices from a GGUF file into device memory as fp16.
+"""Matrices from a GGUF file into device memory, as fp16 or packed.
 
 Each reader thread takes piece after piece: it reads one into a pinned buffer, and puts its copy and
-its dequantization on that buffer's stream. So reads, copies and kernels run at the same time, and
-the interpreter is held for none of them.
+its dequantization, or repacking, on that buffer's stream. So reads, copies and kernels run at the
+same time, and the interpreter is held for none of them.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from pyruntime.driver.stream import Stream
 from pyruntime.errors import CudaError, NumericalError
 from pyruntime.model.live import NO_OVERFLOW
 from pyruntime.ops.dequant import dequantize
+from pyruntime.ops.repack import repack
 
 if TYPE_CHECKING:
     from pyruntime.gguf import GGUFFile, TensorInfo
@@ -40,13 +41,15 @@ SLOTS = READERS + 8  # to be copied from while others are read into
 class MatrixPart:
     """A tensor of the file whose row r becomes row row0 + r * row_step of `out`.
 
-    An `out` of float16 gets the dequantized row, one of uint8 its packed bytes as they are.
+    An `out` of float16 gets the dequantized row, one of uint8 its packed bytes as they are; but the
+    planes of the whole tensor if `planes` says so (`ops.repack`).
     """
 
     tensor: TensorInfo
     out: DeviceArray
     row0: int
     row_step: int
+    planes: bool = False
 
 
 @dataclass(frozen=True)
@@ -122,26 +125,32 @@ def load_matrices(
 
     def hand_over(chunk: _Chunk, slot: _Slot) -> None:
         part, source = chunk.part, slot.pinned.ptr
-        if part.out.dtype == np.uint8:
+        if part.out.dtype == np.uint8 and not part.planes:
             target = part.out.ptr + chunk.first * chunk.row_bytes
             slot.stream.copy_to_device(target, source, chunk.nbytes)
             return
         assert part.tensor.type is not None  # unknown types were refused with the config
         slot.stream.copy_to_device(slot.staging.ptr, source, chunk.nbytes)
-        program = Program()
-        dequantize(
-            program,
-            library,
-            type_name=part.tensor.type.name,
-            source=slot.staging,
-            rows=chunk.rows,
-            columns=part.tensor.shape[1],
-            out=part.out,
-            row0=part.row0 + chunk.first * part.row_step,
-            row_step=part.row_step,
-            overflow=overflow,
-            site=chunk.site,
-        )
+        program, type_name = Program(), part.tensor.type.name
+        if part.planes:
+            repack(
+                program, library, type_name=type_name, source=slot.staging, first=chunk.first,
+                rows=chunk.rows, out=part.out,
+            )  # fmt: skip
+        else:
+            dequantize(
+                program,
+                library,
+                type_name=type_name,
+                source=slot.staging,
+                rows=chunk.rows,
+                columns=part.tensor.shape[1],
+                out=part.out,
+                row0=part.row0 + chunk.first * part.row_step,
+                row_step=part.row_step,
+                overflow=overflow,
+                site=chunk.site,
+            )
         with counting:
             program.run(slot.stream)
 

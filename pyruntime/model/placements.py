@@ -2,7 +2,8 @@
 
 In mode "fp16" matrices are float16, q/k/v fused, gate and up interleaved row by row. The embedding
 stays packed: its rows are looked up and unpacked exactly. In mode "per-layer" so does every matrix
-(model/streamed.py).
+(model/streamed.py). In mode "int8" so does every one that products with int8 activations take, as
+planes (cuda/quant/planes.cuh) and each tensor apart; the others are as in "fp16".
 """
 
 from __future__ import annotations
@@ -14,12 +15,14 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from pyruntime.errors import UnsupportedModelError
 from pyruntime.model.config import ModelConfig
 
 if TYPE_CHECKING:
     from pyruntime.gguf import GGUFFile, TensorInfo
 
 Shape = tuple[int, ...]
+PLANE_ROWS = 16  # rows of a tensor that has planes are a multiple of this
 
 
 @dataclass(frozen=True)
@@ -35,16 +38,17 @@ class Source:
 class Placement:
     """One device array and the tensors it is made of.
 
-    Matrices are float16, vectors float32, packed rows uint8.
+    Matrices are float16, vectors float32, packed rows uint8, and so are the planes of a tensor.
     """
 
     shape: Shape
     sources: tuple[Source, ...]
     packed: bool = False
+    planes: bool = False
 
     @property
     def dtype(self) -> str:
-        if self.packed:
+        if self.packed or self.planes:
             return "uint8"
         return "float16" if len(self.shape) == 2 else "float32"
 
@@ -116,12 +120,80 @@ def packed_placements(file: GGUFFile, group: Mapping[str, Placement]) -> dict[st
     return packed
 
 
+# What the tensors of fused matrices are called where each has an array of its own.
+APART = {"qkv": ("q", "k", "v"), "gate_up": ("gate", "up")}
+# Matrices that have planes all together or not at all: others' activations are float16.
+TOGETHER = (("qkv",), ("attn_output",), ("gate_up", "down"), ("output",))
+
+
+def plane_placements(file: GGUFFile, group: Mapping[str, Placement]) -> dict[str, Placement]:
+    """`group` with planes instead of fp16 matrices where there are int8 products of them."""
+    found = dict(group)
+    for together in TOGETHER:
+        names = [name for name in together if name in group]
+        tensors = [file.tensors[s.tensor] for name in names for s in group[name].sources]
+        if any(why_no_planes(tensor) for tensor in tensors):
+            continue
+        for name in names:
+            sources = found.pop(name).sources
+            for part, source in zip(APART.get(name, (name,)), sources, strict=True):
+                rows = file.tensors[source.tensor].shape[0]
+                row_bytes = file.tensors[source.tensor].nbytes // rows
+                found[part] = Placement((rows, row_bytes), (Source(source.tensor),), planes=True)
+    return found
+
+
+def why_no_planes(tensor: TensorInfo) -> str:
+    """What keeps a tensor from having planes, such as "is F16"; "" if nothing does."""
+    assert tensor.type is not None  # unknown types were refused with the config
+    if tensor.type.block == 1:
+        return f"is {tensor.type.name}"
+    if tensor.shape[0] % PLANE_ROWS:
+        return f"has {tensor.shape[0]} rows, no multiple of {PLANE_ROWS}"
+    return ""
+
+
+def without_planes(file: GGUFFile, c: ModelConfig) -> dict[str, str]:
+    """The matrices that mode "int8" holds as fp16: why, by the tensor's name.
+
+    Raises UnsupportedModelError: all those of the layers.
+    """
+    kept: dict[str, str] = {}
+    outer, *layers = placements(file, c, "int8")
+    for group in (outer, *layers):
+        wide = [p for p in group.values() if p.dtype == "float16"]
+        names = [source.tensor for placement in wide for source in placement.sources]
+        kept |= {name: why_no_planes(file.tensors[name]) for name in names}
+    if not any(p.planes for group in layers for p in group.values()):
+        name, reason = next((n, why) for n, why in kept.items() if why and n.startswith("blk."))
+        raise UnsupportedModelError(
+            f"{file.path}: weights='int8' multiplies packed matrices, and of no layer there are "
+            f"any: tensor '{name}' {reason}"
+        )
+    return {name: why or "goes with one of those" for name, why in kept.items()}
+
+
 def placements(file: GGUFFile, c: ModelConfig, mode: str = "fp16") -> list[dict[str, Placement]]:
-    """The arrays outside the layers, then those of each layer. `mode`: "fp16" or "per-layer"."""
+    """The arrays outside the layers, then those of each layer.
+
+    `mode`: "fp16", "per-layer" or "int8".
+    """
     embedding = file.tensors["token_embd.weight"]
     groups = [outer_placements(c, embedding)]
     groups += (layer_placements(c, layer) for layer in range(c.layers))
-    return groups if mode == "fp16" else [packed_placements(file, group) for group in groups]
+    form = {"per-layer": packed_placements, "int8": plane_placements}.get(mode)
+    return [form(file, group) for group in groups] if form else groups
+
+
+def plane_tensors(file: GGUFFile, c: ModelConfig) -> frozenset[str]:
+    """The tensors that mode "int8" multiplies with int8 activations."""
+    groups = placements(file, c, "int8")
+    return frozenset(p.sources[0].tensor for g in groups for p in g.values() if p.planes)
+
+
+def layer_arrays(placed: list[dict[str, Placement]]) -> frozenset[str]:
+    """The names of the arrays that layers have, of what `placements` gave."""
+    return frozenset().union(*placed[1:])
 
 
 def weight_bytes(file: GGUFFile, c: ModelConfig, mode: str = "fp16") -> int:

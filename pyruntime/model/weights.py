@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 class Weights:
     """All weights on `library.device`: `outer` and, per layer, `layers[i]`, by array name.
 
+    `planes` are the types of those that are planes, by array name, in the same order.
+
     Args:
         progress: called with the number of file bytes of each piece that has arrived.
         alike: how the rows of q/k/v shall lie, see `pyruntime.ops.qkv`; 0: as in the file.
@@ -56,6 +58,7 @@ class Weights:
         assert embedding.type is not None  # unknown types were refused with the config
         self.embedding_type = embedding.type.name
         placed = placements(file, config, mode)
+        self.planes = [_types(file, group) for group in placed]
         groups: list[dict[str, DeviceArray]] = [{} for _ in placed]
         self.outer, self.layers = groups[0], groups[1:]
         try:
@@ -124,6 +127,12 @@ class Weights:
             array.close()
 
 
+def _types(file: GGUFFile, group: dict[str, Placement]) -> dict[str, str]:
+    """Of the arrays of a group that are planes, the types of their tensors."""
+    tensors = {n: file.tensors[p.sources[0].tensor] for n, p in group.items() if p.planes}
+    return {name: tensor.type.name for name, tensor in tensors.items() if tensor.type}
+
+
 def _parts(
     file: GGUFFile,
     device: Device,
@@ -140,4 +149,6 @@ def _parts(
                 arrays[name].upload(np.concatenate(vectors))
                 continue
             for s in placement.sources:
-                yield MatrixPart(file.tensors[s.tensor], arrays[name], s.row0, s.row_step)
+                yield MatrixPart(
+                    file.tensors[s.tensor], arrays[name], s.row0, s.row_step, placement.planes
+                )
