@@ -12,12 +12,13 @@ from numpy.typing import ArrayLike, NDArray
 from pyruntime.errors import NumericalError
 from pyruntime.model.batch import Batch, Output
 from pyruntime.model.config import DOWN_SCALE, KV_DTYPES, ModelConfig
+from pyruntime.model.placements import plane_tensors
 from pyruntime.model.rope import rope_table
 from pyruntime.model.scores import Targets, TokenScores, token_scores
 from pyruntime.model.stats import Stats, Warmed
 from pyruntime.model.tensors import layer_shapes, tensor_shapes
 from pyruntime.model.tokens import check_tokens
-from pyruntime.reference import e4m3
+from pyruntime.reference import e4m3, int8
 from pyruntime.reference.cache import Cache
 from pyruntime.reference.functions import (
     Array,
@@ -37,7 +38,7 @@ from pyruntime.turns import Turns
 if TYPE_CHECKING:
     from pyruntime.gguf.reader import GGUFFile
 
-ROUNDINGS: dict[str, Rounding] = {"f32": exact, "fp16": fp16}
+ROUNDINGS: dict[str, Rounding] = {"f32": exact, "fp16": fp16, "int8": fp16}
 GATES = {"silu": swiglu, "gelu": geglu}
 
 
@@ -46,8 +47,11 @@ class ReferenceModel:
 
     `precision` "f32" is the oracle. "fp16" does what a good fp16 GPU path does: weights and GEMM
     inputs, Q, K, V and P are rounded to fp16; accumulation, softmax, norms and the residual
-    stream stay float32. With `kv_dtype` "e4m3" K and V are stored as `pyruntime.reference.e4m3`
-    says and rounded once they are read back; with "f16" they are rounded before they are stored.
+    stream stay float32. "int8" does the same but for the products of tensors that have planes
+    (`pyruntime.model.placements`): their weights are exact, their inputs rounded to int8
+    (`pyruntime.reference.int8`). With `kv_dtype` "e4m3" K and V are stored as
+    `pyruntime.reference.e4m3` says and rounded once they are read back; with "f16" they are rounded
+    before they are stored.
 
     `progress` is called after each tensor with its bytes in the file. Raises OutOfMemoryError
     before anything is read if the float32 weights do not fit into memory. `file` is not needed
@@ -61,7 +65,7 @@ class ReferenceModel:
         file: GGUFFile,
         config: ModelConfig,
         *,
-        precision: Literal["f32", "fp16"] = "f32",
+        precision: Literal["f32", "fp16", "int8"] = "f32",
         kv_dtype: str = "f16",
         progress: Callable[[int], object] | None = None,
     ) -> None:
@@ -73,6 +77,7 @@ class ReferenceModel:
         self.kv_dtype = kv_dtype
         self.turns = Turns()
         self._rounded = ROUNDINGS[precision]
+        self._packed = plane_tensors(file, config) if precision == "int8" else frozenset()
         elements = sum(math.prod(shape) for _, shape in tensor_shapes(config))
         require_memory(4 * elements, f"{file.path}: float32 weights")
 
@@ -81,7 +86,9 @@ class ReferenceModel:
             if progress is not None:
                 progress(file.tensors[name].nbytes)
             # Vectors (norms, biases) are applied in float32; only GEMM operands are rounded.
-            return self._rounded(weight, f"tensor '{name}'") if weight.ndim == 2 else weight
+            if weight.ndim != 2 or name in self._packed:
+                return weight
+            return self._rounded(weight, f"tensor '{name}'")
 
         self._embedding = load("token_embd.weight")
         self._layers = [
@@ -207,8 +214,9 @@ class ReferenceModel:
 
     def _logits(self, normed: Array) -> Array:
         """Of rows [n, hidden] after the output norm: [n, vocab]."""
+        matrix = "token_embd.weight" if self.config.tied else "output.weight"
         with np.errstate(over="ignore", invalid="ignore"):
-            product = self._rounded(normed, "the output matrix's input") @ self._output.T
+            product = self._input(matrix, normed, "the output matrix's input") @ self._output.T
             logits = softcap(product, self.config.logit_cap)
         _require_finite(logits, "the logits")
         return logits
@@ -273,9 +281,18 @@ class ReferenceModel:
 
     def _linear(self, layer: int, name: str, x: Array) -> Array:
         """x W^T + b with the weights `name` of one layer; b where the layer has it."""
-        w = self._layers[layer]
-        y: Array = self._rounded(x, f"layer {layer}: the input of {name}") @ w[f"{name}.weight"].T
+        w, matrix = self._layers[layer], f"{name}.weight"
+        rounded = self._input(f"blk.{layer}.{matrix}", x, f"layer {layer}: the input of {name}")
+        y: Array = rounded @ w[matrix].T
         return y + w[f"{name}.bias"] if f"{name}.bias" in w else y
+
+    def _input(self, matrix: str, x: Array, what: str) -> Array:
+        """`x` [nt, inputs] as the product with a tensor reads it."""
+        if matrix not in self._packed:
+            return self._rounded(x, what)
+        if not int8.fits(x):
+            raise NumericalError(f"{what} holds a value that is not finite")
+        return int8.quantize_rows(x).values
 
 
 def _require_finite(x: Array, what: str) -> None:

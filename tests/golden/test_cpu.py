@@ -4,7 +4,18 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from goldens import SMOLLM2, TINY, Prompt, kl, log_softmax, log_sum_exp, model_path, prompts
+from goldens import (
+    LLAMA_CPP_INT8,
+    PACKED,
+    SMOLLM2,
+    TINY,
+    Prompt,
+    kl,
+    log_softmax,
+    log_sum_exp,
+    model_path,
+    prompts,
+)
 
 from pyruntime.gguf.reader import GGUFFile
 from pyruntime.model.config import ModelConfig
@@ -68,6 +79,27 @@ def test_fp16_costs_what_rounding_costs(stem: str) -> None:
         error = np.abs(logits - prompt.last_logits).max()
         assert 5e-4 < error < FP16_TOLERANCE, prompt.name
         assert kl(prompt.last_logits, logits) < FP16_KL, prompt.name
+
+
+def test_int8_activations_cost_what_they_cost_llamacpp() -> None:
+    """Also less than half of it would be another computation."""
+    model, found = load(SMOLLM2, "int8"), {}
+    for prompt in prompts(SMOLLM2)[:5]:  # the long one would take most of the time
+        logits = model.forward(prompt.ids, model.new_cache(len(prompt.ids)))[0]
+        assert logits.argmax() == prompt.last_logits.argmax(), prompt.name
+        found[prompt.name] = kl(prompt.last_logits, logits)
+    theirs = np.mean([LLAMA_CPP_INT8[name] for name in found])
+    assert theirs / 2 < np.mean([*found.values()]) <= theirs
+
+
+@pytest.mark.parametrize("stem", PACKED)
+def test_int8_activations_cost_some_hundredths(stem: str) -> None:
+    """Of the logits of random models."""
+    model = load(stem, "int8")
+    for prompt in prompts(stem):
+        logits = model.forward(prompt.ids, model.new_cache(len(prompt.ids)))[0]
+        error = np.linalg.norm(logits - prompt.last_logits) / np.linalg.norm(prompt.last_logits)
+        assert 4e-3 < error < 6e-2, prompt.name
 
 
 @pytest.mark.parametrize("precision", ["f32", "fp16"])
