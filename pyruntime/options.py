@@ -21,7 +21,7 @@ def check_options(
 ) -> None:
     """Refuses, by name, what does not exist. Raises ValueError; CubinError: see `check_variant`."""
     for name, value, known in (
-        ("weights", weights, ("auto", "fp16", "per-layer")),
+        ("weights", weights, ("auto", "fp16", "per-layer", "int8")),
         ("kv_dtype", kv_dtype, KV_DTYPES),
         ("graphs", graphs, ("auto", "off")),
         ("overlap", overlap, ("auto", "off")),
@@ -30,6 +30,11 @@ def check_options(
         if value not in known:
             raise ValueError(f"{name}={value!r} is not supported; known: {', '.join(known)}")
     check_variant(attention)
+    if exact == "invariant" and weights == "int8":
+        raise ValueError(
+            "exact='invariant' goes with no weights 'int8': its products of few rows add up in "
+            "another order than those of many"
+        )
     if exact == "invariant" and attention not in ("auto", "invariant"):
         raise ValueError(f"exact='invariant' goes with no attention by name, as {attention!r}")
 
@@ -55,8 +60,8 @@ def choose_device(device: str) -> int | None:
     return ordinal
 
 
-def free_memory(device: str) -> int | None:
-    """Free bytes of the GPU that `choose_device` would take, None if it takes none.
+def free_memory(device: str) -> tuple[int, tuple[int, int]] | tuple[None, None]:
+    """Free bytes and compute capability of the GPU that `choose_device` would take, if it does.
 
     Raises DriverNotFoundError for one that is not there, ValueError as `choose_device`.
     """
@@ -64,9 +69,9 @@ def free_memory(device: str) -> int | None:
 
     ordinal, _ = _find_device(device)
     if ordinal is None:
-        return None
+        return None, None
     with closing(Device(ordinal)) as opened:
-        return opened.memory()[0]
+        return opened.memory()[0], opened.compute_capability
 
 
 def _find_device(device: str) -> tuple[int | None, str]:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import gguf
 import numpy as np
+
+from pyruntime.tools import synth
 
 VOCAB, HIDDEN, HEADS, KV_HEADS, FFN, LAYERS = 48, 64, 4, 2, 96, 2
 HEAD_DIM_64 = {"*.attention.key_length": 64, "*.attention.value_length": 64}
@@ -127,17 +130,20 @@ def write_talking_model(path: Path, **keys: Any) -> Path:
     return write_model(path, set_keys=named)
 
 
-def write_wide_model(path: Path, *, tied: bool = False, spoilt: str = "") -> Path:
+def write_wide_model(
+    path: Path, *, tied: bool = False, spoilt: str = "", half: Collection[str] = ()
+) -> Path:
     """A small model of Q8_0 matrices whose output matrix is larger than several of its layers.
 
-    `spoilt`: a tensor that gets a weight beyond fp16's range.
+    `spoilt`: a tensor that gets a weight beyond fp16's range. `half`: those that are fp16.
     """
     kind, random = gguf.GGMLQuantizationType.Q8_0, np.random.default_rng(8)
     matrices = {n: x for n, x in tensors("llama", head_dim=64).items() if x.ndim == 2}
     for name in ("token_embd.weight", "output.weight"):
         matrices[name] = random.standard_normal((3001, HIDDEN), np.float32) / np.float32(8)
     packed: dict[str, Any] = {
-        name: (gguf.quants.quantize(x, kind), kind) for name, x in matrices.items()
+        name: x.astype(np.float16) if name in half else (gguf.quants.quantize(x, kind), kind)
+        for name, x in matrices.items()
     }
     if tied:
         packed["output.weight"] = None
@@ -145,6 +151,18 @@ def write_wide_model(path: Path, *, tied: bool = False, spoilt: str = "") -> Pat
         packed[spoilt][0][-1, :2] = (0xFF, 0x7B)  # the scale of a block: the largest fp16
     keys = {**HEAD_DIM_64, "*.context_length": 512}
     return write_model(path, head_dim=64, set_keys=keys, set_tensors=packed)
+
+
+def write_hollow_model(path: Path, name: str) -> Path:
+    """A model of `pyruntime synth`, its weights a hole in the file: zeros that take no room."""
+    shape = synth.MODELS[name]
+    infos = list(synth.tensors(shape, "Q4_K_M"))
+    with closing(synth._header(path, name, shape, infos)) as writer:
+        file = writer.fout[0]
+        writer.write_padding(file, file.tell())
+        whole = (-(-info.nbytes // writer.data_alignment) for info in infos)
+        file.truncate(file.tell() + sum(whole) * writer.data_alignment)
+    return path
 
 
 def write_outlier_model(path: Path) -> Path:

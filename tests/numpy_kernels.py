@@ -28,6 +28,7 @@ from order import kept_launches
 from pyruntime.driver.program import Launch
 from pyruntime.model.scores import Targets, token_scores
 from pyruntime.ops.attention_schedule import UNLIMITED
+from pyruntime.ops.gemv_int8 import EPILOGUES
 from pyruntime.ops.qkv import paired_rows
 from pyruntime.reference import e4m3, int8
 from pyruntime.reference.functions import (
@@ -50,8 +51,8 @@ TABLES = {
         for names in (("k", "v", "maps"), ("k", "v", "k_scale", "v_scale"))
     )
 }
+GATED = {"silu": swiglu, "gelu": geglu}
 LOG2E = math.log2(math.e)
-EPILOGUES = {"f32": 0, "f16": 1, "add": 2}  # of int8 products, as their kernels number them
 
 
 class NumpyKernels:
@@ -185,6 +186,79 @@ def _repack(work: Work) -> None:
     out[first:last] = work.array("source").ravel()[: out[first:last].size].reshape(-1, out.shape[1])
 
 
+def _quantize(work: Work) -> None:
+    """To a plane, of which rows past the live ones are left alone."""
+    given, op, count = work.given, work.tile["op"], work.count()
+    work.covers(0, count, int(work.tile["rows"]))
+    work.covers(1, given["columns"], int(work.tile.get("columns", given["columns"])))
+    if op == "quantize":
+        x = work.rows("x", count).astype(np.float32)
+    elif op == "gated":
+        gate, up = (work.rows(name, count).astype(np.float32) for name in ("gate", "up"))
+        x = GATED[str(work.tile["activation"])](gate, up)
+    else:
+        x = work.rows("x", count)
+        if op == "residual":
+            x += rms_norm(work.rows("branch", count), work.array("post"), given["eps"])
+        x = rms_norm(x, work.array("weight"), given["eps"])
+    if given.get("y"):
+        work.store(work.rows("y", count), x)
+    if not int8.fits(x):
+        word = work.array("overflow")
+        word[0] = min(word[0], given["site"])
+    made = int8.quantize_rows(x)
+    work.rows("q", count)[...] = made.q
+    work.array("scales")[:, :count] = int8.device_scales(made)
+    work.array("sums")[:, :count] = made.sums.T
+
+
+def _gemv_int8(work: Work) -> None:
+    per_block = work.launch.kernel.spec.threads // 32 // work.given["split"]
+    work.covers(0, work.given["n"], per_block * int(work.tile["rows"]))
+    work.require(work.count() <= int(work.tile["tokens"]), f"{work.count()} rows")
+    _int8_product(work, work.rows("q", work.count()))
+
+
+def _gemm_int8(work: Work) -> None:
+    tall, wide = (int(work.tile[name]) for name in ("bm", "bn"))
+    work.covers(0, -(-work.count() // tall) * -(-work.given["n"] // wide))
+    _int8_product(work, work.rows("x", work.count()))
+
+
+def _int8_product(work: Work, q: Any) -> None:
+    """The tensor's rows lie as in the file, see `_repack`."""
+    given, count, epilogue = work.given, len(q), list(EPILOGUES)[work.given["epilogue"]]
+    scales, sums = (work.array(name) for name in ("scales", "sums"))
+    plane = int8.Quantized(
+        q,
+        np.ascontiguousarray(scales[:, :count, 0].T),
+        np.ascontiguousarray(sums[:, :count].T),
+    )
+    work.require(np.isfinite(plane.scales).all(), "a plane that nothing was quantized to")
+    name = str(work.tile["type"]).upper()
+    w, column = work.array("w"), given["column"]
+    product = np.float32(given["scale"]) * _product(plane, w, name)
+    c = work.rows("c", count)[:, column : column + len(w)]
+    work.require(c.shape == product.shape, f"{product.shape} to columns from {column} of {c.shape}")
+    if epilogue == "add":
+        c += product
+    elif epilogue == "f32":
+        c[...] = product
+    else:
+        work.store(c, product)
+
+
+def _product(plane: int8.Quantized, w: Any, name: str) -> Array:
+    """`reference.int8.product`, but for the order in which groups are added: that takes long."""
+    weights = _int8_weights(name, w.tobytes(), len(w))
+    return plane.values @ weights.T
+
+
+@lru_cache(512)
+def _int8_weights(name: str, packed: bytes, rows: int) -> Array:
+    return int8.parts(np.frombuffer(packed, np.uint8).reshape(rows, -1), name).values
+
+
 def _rows(work: Work) -> None:
     if work.tile["op"] == "logits":
         _logits(work)
@@ -249,22 +323,6 @@ def _gemm(work: Work) -> None:
         gated = {"swiglu": swiglu, "geglu": geglu}.get(epilogue)
         result = gated(product[:, 0::2], product[:, 1::2]) if gated else product
         work.store(c, scale * result)
-
-
-def _int8(work: Work) -> None:
-    """Of weights as `_repack` leaves them."""
-    given, tile, count = work.given, work.tile, work.count()
-    tiles = -(-count // int(tile["bm"])) * -(-given["n"] // int(tile["bn"]))
-    work.covers(0, tiles)
-    scales, sums = (work.array(name)[:, :count] for name in ("scales", "sums"))
-    x = int8.Quantized(work.rows("x", count), scales[:, :, 0].T, sums.T)
-    product = int8.product(x, work.array("w"), str(tile["type"]).upper())
-    c = work.rows("c", count)[:, given["column"] : given["column"] + given["n"]]
-    scaled = np.float32(given["scale"]) * product
-    if given["epilogue"] == EPILOGUES["f16"]:
-        work.store(c, scaled)
-    else:
-        c[...] = scaled + (c if given["epilogue"] == EPILOGUES["add"] else 0)
 
 
 def _rope(work: Work) -> None:
@@ -415,5 +473,6 @@ def _pool(work: Work) -> None:
 FAMILIES: dict[str, Callable[[Work], None]] = {
     "dequant": _dequant, "rows": _rows, "norm": _norm, "gemm": _gemm, "rope": _rope,
     "widen": _widen, "schedule": _schedule, "attention": _attention, "softcap": _softcap,
-    "scores": _scores, "pool": _pool, "repack": _repack, "int8": _int8,
+    "scores": _scores, "pool": _pool, "repack": _repack, "quantize": _quantize,
+    "int8": _gemm_int8, "gemv": _gemv_int8,
 }  # fmt: skip

@@ -65,7 +65,7 @@ def _needs(file: GGUFFile) -> dict[str, Any]:
     """Whether it can be loaded, and the memory for that in bytes."""
     from pyruntime.errors import UnsupportedModelError
     from pyruntime.model.config import ModelConfig
-    from pyruntime.model.footprint import plan
+    from pyruntime.model.footprint import modes, plan
     from pyruntime.options import MAX_TOKENS
 
     try:
@@ -75,7 +75,7 @@ def _needs(file: GGUFFile) -> dict[str, Any]:
     tokens = min(MAX_TOKENS, config.context_length)
     plans = [
         plan(file, config, max_tokens=tokens, kv_tokens=tokens, weights=weights)
-        for weights in ("fp16", "per-layer")
+        for weights in modes(file, config)
     ]
     return {
         "supported": True,

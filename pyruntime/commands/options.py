@@ -46,7 +46,8 @@ def add_engine(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--weights", default="auto", metavar="MODE",
         help="on a GPU: fp16, dequantized when loaded; per-layer, in less memory, dequantized a "
-        "layer ahead in each pass; auto (default), the first of them that fits",
+        "layer ahead in each pass; int8, in the least memory, with activations rounded to 8 bits; "
+        "auto (default), the best of them that fits",
     )  # fmt: skip
     parser.add_argument(
         "--attention", default="auto", metavar="VARIANT",

@@ -57,7 +57,7 @@ class Result:
             (between events around the passes).
         path: the backend and device that did it, such as "cuda:0 (NVIDIA H200)" or "cpu (NumPy)",
             the attention kernel, exact and kv_dtype where others than the default were asked for,
-            and weights where they are "per-layer".
+            and weights where they are not "fp16".
     """
 
     logits: Any

@@ -23,7 +23,7 @@ Progress = Callable[[int], object]
 class Engine(Texts):
     """A loaded model. Use `Engine.load`, as a context manager or with `close`.
 
-    `weights` is what they are held as: on a GPU "fp16" or "per-layer", in NumPy "f32".
+    `weights` is what they are held as: on a GPU "fp16", "per-layer" or "int8", in NumPy "f32".
 
     Calls from several threads are served one after the other, in the order in which they come.
     """
@@ -66,8 +66,11 @@ class Engine(Texts):
             device: "auto" (the first GPU, or NumPy with a warning), "cpu", or "cuda:N".
             weights: on a GPU "fp16", dequantized when loaded; "per-layer", packed as in the file
                 and dequantized one layer ahead of the layer at work, in every pass: less memory,
-                more time, the same bits; or "auto", the first of the two that fits.
-                `Engine.weights` tells which it is.
+                more time, the same bits; "int8", packed and multiplied as they are with
+                activations that are rounded to 8 bits: the least memory, and less exact; or "auto",
+                which is fp16 if that fits, otherwise per-layer, then int8, and on devices where
+                int8 is the faster one (compute capability 8.x and 12.x) the other way round. The
+                log says what it came to, and so does `Engine.weights`.
             attention: "auto" (the fastest kernel), "invariant" (the fastest that gives a row the
                 same bits however its prompt was cut), or a variant by name: "wgmma" (Hopper's),
                 "fast" (mma.sync, on every GPU), or a step of its history, "r46_base", "r46",
@@ -86,7 +89,8 @@ class Engine(Texts):
                 (sm_90 and newer); "off" does not (GPU only), for measuring and debugging. The same
                 bits.
             max_tokens: rows of one pass; longer prompts take several. Default 4096, or the model's
-                context length if that is shorter. With weights "per-layer" it is 8192 at most.
+                context length if that is shorter. With weights "per-layer" it is 8192 at most,
+                with "int8" 2048.
             kv_tokens: the longest prompt without a cache of its own; those that share a pass have
                 no more positions together, each in whole sixteens. By default the internal cache
                 begins with `max_tokens` positions (or 4096) and grows up to the context length.
@@ -161,18 +165,20 @@ class Engine(Texts):
         model: str | os.PathLike[str],
         *,
         memory: int | None = None,
+        capability: tuple[int, int] | None = None,
         **options: Any,
     ) -> Plan:
         """Device bytes by category that `load` with the same options, one cache and a row of logits
         will hold, and what weights "auto" comes to.
 
-        Nothing is allocated, and a device is asked for its free memory only if weights are "auto"
-        and `memory` does not give it. Counted are our own arrays, not what the driver keeps
-        for itself, nor staging buffers while weights are loaded: up to 128 MiB (more for rows of
-        over 8 MiB).
+        Nothing is allocated, and a device is asked for its free memory and compute capability only
+        if weights are "auto" and `memory` is not given. Counted are our own arrays, not what the
+        driver keeps for itself, nor staging buffers while weights are loaded: up to 128 MiB (more
+        for rows of over 8 MiB).
 
         Args:
-            memory: free device memory in bytes.
+            memory: free device memory in bytes. capability: the device's compute capability, such
+                as (8, 6), which weights "auto" looks at, too.
             options: those of `load`. Some change nothing here, such as `stream`, `progress`, or an
                 `attention` that there is: the workspace is the same for all.
 
@@ -189,12 +195,13 @@ class Engine(Texts):
 
         weights, kv_dtype = given["weights"], given["kv_dtype"]
         if memory is None and weights == "auto":
-            free = free_memory(given["device"])
+            free, capability = free_memory(given["device"])
             known += [] if free is None else [free]
         with GGUFFile.open(resolve(model)) as file:
             config = ModelConfig.from_gguf(file)
             rows, kv_rows = sizes(config, given["max_tokens"], given["kv_tokens"])
             return plan(
                 file, config, max_tokens=rows, kv_tokens=kv_rows, kv_dtype=kv_dtype,
-                weights=weights, memory=min(known, default=None),
+                weights=weights, memory=min(known, default=None), capability=capability,
+                invariant=given["exact"] == "invariant",
             )  # fmt: skip

@@ -13,6 +13,7 @@ import numpy as np
 from pyruntime.driver.memory import DeviceArray, PinnedBuffer
 from pyruntime.driver.stream import Stream
 from pyruntime.engine import Engine
+from pyruntime.errors import EngineError
 from pyruntime.measure import records
 from pyruntime.measure.account import Call, account, checks, explain
 from pyruntime.measure.clock import ClockProbe
@@ -32,9 +33,12 @@ def measure_wall(
     """Times a prefill of `nt` random tokens; the record (schema pyruntime.wall/1, without it).
 
     Raises:
-        EngineError: the engine does not run on a GPU. ValueError: nt is beyond its `max_tokens`.
+        EngineError: the engine does not run on a GPU, or not with weights "fp16", whose work this
+            knows. ValueError: nt is beyond its `max_tokens`.
     """
     model = gpu_model(engine)
+    if model.weights_mode == "int8":
+        raise EngineError("a wall is of weights='fp16'; for those of 'int8' see bench/int8.py")
     ids = np.random.default_rng(0).integers(0, engine.config.vocab, nt)
     rest = REGIMES[regime].rest
     with (

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
+from collections.abc import Collection
 from contextlib import ExitStack, suppress
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import chain
 from typing import NamedTuple
 
@@ -19,6 +20,7 @@ from pyruntime.model.batch import Batch, Rows, ascending, runs
 from pyruntime.model.buckets import bucket
 from pyruntime.model.cache import Cache, Layout, layout_bytes
 from pyruntime.model.config import ModelConfig
+from pyruntime.model.int8_layers import Int8Layers, Int8Options, int8_layout
 from pyruntime.model.layers import Layers, Working
 from pyruntime.model.live import LiveBlock, max_sequences
 from pyruntime.model.pipeline import Pass
@@ -29,7 +31,6 @@ from pyruntime.model.weights import Weights
 from pyruntime.ops.attention import attention
 from pyruntime.ops.attention_choice import choose
 from pyruntime.ops.attention_schedule import Schedule, Workspace, workspace_layout
-from pyruntime.ops.gemm import gemm
 from pyruntime.ops.gemm_workspace import WORKSPACE_LAYOUT, GemmWorkspace
 from pyruntime.ops.rows import embed, gather, has_packed_logits, packed_logits
 from pyruntime.ops.softcap import softcap
@@ -116,8 +117,13 @@ class Piece(NamedTuple):
     scattered: bool = False
 
 
-def activation_layout(c: ModelConfig, max_tokens: int) -> Layout:
-    """Shape and dtype of every activation buffer. `last_` ones hold the rows that are kept."""
+def activation_layout(
+    c: ModelConfig, max_tokens: int, names: Collection[str] | None = None, copy: bool = False
+) -> Layout:
+    """Shape and dtype of every activation buffer. `last_` ones hold the rows that are kept.
+
+    names: of weights "int8" what the arrays of layers are called. copy: see `Int8Options`.
+    """
     q, kept = c.heads * c.head_dim, max_sequences(max_tokens)
     layout: Layout = {
         "x": ((max_tokens, c.hidden), "float32"),  # the residual stream
@@ -125,7 +131,6 @@ def activation_layout(c: ModelConfig, max_tokens: int) -> Layout:
         "qkv": ((max_tokens, q + 2 * c.kv_heads * c.head_dim), "float32"),
         "q": ((max_tokens, q), "float16"),
         "attended": ((max_tokens, q), "float16"),
-        "swiglu": ((max_tokens, c.ffn), "float16"),
         "counts": ((max_tokens + 1,), "int32"),  # of n rows, for launches that take them there
         "targets": ((2 * max_tokens + 1,), "int32"),  # first ones of rows, and tokens that follow
         "scores": ((max_tokens, 3), "int32"),  # see `model.readout.Scorer`
@@ -136,6 +141,10 @@ def activation_layout(c: ModelConfig, max_tokens: int) -> Layout:
     }
     if c.post_norms:
         layout["branch"] = layout["x"]  # what x takes in, not normalised yet
+    if names is None or copy or "gate_up" in names:
+        layout["swiglu"] = ((max_tokens, c.ffn), "float16")
+    if names is not None:
+        layout |= int8_layout(c, max_tokens, names)
     return layout
 
 
@@ -149,10 +158,15 @@ def _workspace_sizes(c: ModelConfig, max_tokens: int) -> dict[str, int]:
     }
 
 
-def activation_bytes(c: ModelConfig, max_tokens: int) -> int:
-    """Device bytes of the activation buffers and of the workspaces of attention and products."""
+def activation_bytes(c: ModelConfig, max_tokens: int, names: Collection[str] | None = None) -> int:
+    """Device bytes of the activation buffers and of the workspaces of attention and products.
+
+    names: see `activation_layout`.
+    """
     attention = workspace_layout(**_workspace_sizes(c, max_tokens))
-    layouts = (activation_layout(c, max_tokens), attention, WORKSPACE_LAYOUT)
+    layouts = [activation_layout(c, max_tokens, names), attention]
+    if names is None:
+        layouts.append(WORKSPACE_LAYOUT)
     return sum(map(layout_bytes, layouts))
 
 
@@ -164,7 +178,8 @@ class Decoder:
     (`ops.gemm_choice.invariant`), and where a launch could do the work of its neighbours, either
     every pass has it so or none, whatever its shape. `kv_dtype` is what the caches hold. From an
     e4m3 cache each layer is widened into `staging`, an fp16 cache of one layer, right before its
-    attention: that is what attention reads, and the next layer overwrites it.
+    attention: that is what attention reads, and the next layer overwrites it. `int8` says how the
+    products of weights "int8" get their activations; None: other weights.
     """
 
     def __init__(
@@ -177,6 +192,7 @@ class Decoder:
         variant: str = "auto",
         kv_dtype: str = "f16",
         invariant: bool = False,
+        int8: Int8Options | None = None,
     ) -> None:
         self.config = config
         self.invariant = invariant
@@ -198,22 +214,29 @@ class Decoder:
         self._tables: list[tuple[DeviceArray, DeviceArray]] = []  # one for each of config.ropes
         self._workspace: Workspace | None = None
         # Not for the output matrix: of weights "per-layer" it is multiplied in blocks of its rows,
-        # which would be divided otherwise.
+        # which would be divided otherwise. Nor for what weights "int8" leave to it.
         self._gemm_workspace: GemmWorkspace | None = None
         self._passes: OrderedDict[Shape, Recorded] = OrderedDict()
         self.live = LiveBlock(library.device, max_tokens)
         try:
-            for name, (shape, dtype) in activation_layout(config, max_tokens).items():
+            names = frozenset().union(*weights.layers) if int8 else None
+            layout = activation_layout(config, max_tokens, names, bool(int8 and int8.copy))
+            for name, (shape, dtype) in layout.items():
                 what = f"activation {name}"
                 self.activations[name] = DeviceArray(library.device, shape, dtype, what=what)
             self._counts = self.activations["counts"]
             self._counts.upload(np.arange(max_tokens + 1))
             self._workspace = Workspace(library, **_workspace_sizes(config, max_tokens))
-            self._gemm_workspace = GemmWorkspace(library)
-            self.layers = Layers(
-                library, config, weights, self.activations, self.live, self._gemm_workspace,
-                kv_dtype, invariant,
+            if int8 is None:
+                self._gemm_workspace = GemmWorkspace(library)
+            parts = (
+                self.activations, self.live, self._gemm_workspace, kv_dtype, invariant,
             )  # fmt: skip
+            if int8 is not None:
+                assert isinstance(weights, Weights)
+                self.layers: Layers = Int8Layers(library, config, weights, *parts, int8)
+            else:
+                self.layers = Layers(library, config, weights, *parts)
         except BaseException:
             with suppress(CudaError):  # the first failure is the one to report
                 self.close()
@@ -317,11 +340,7 @@ class Decoder:
                 program, after, normed=normed, wanted=piece.counted, logits=logits,
                 kept=shape.kept, ready=not piece.before,
             )  # fmt: skip
-        with program.role("head"):
-            gemm(
-                program, self._library, a=normed, w=weights.outer["output"], c=logits,
-                rows=piece.counted, max_rows=rows, epilogue="f32", invariant=self.invariant,
-            )  # fmt: skip
+        self.layers.head(program, normed, logits, piece.counted)
         self._cap(program, logits, piece.counted)
         return Pass(program)
 
@@ -406,12 +425,13 @@ class Decoder:
             if layer == c.layers - 1 and not shape.kept:
                 break
             self._attention(p, schedules[c.window_of(layer)], layer)
+            narrow = None
             if layer == c.layers - 1 and not shape.every_row:
-                rows = self._wanted(p, rows, shape.kept)
-            layers.leave(p, layer, rows)
+                narrow = partial(self._wanted, p, shape.kept)
+            layers.leave(p, layer, rows, narrow)
         return p
 
-    def _wanted(self, p: Program, rows: Working, kept: int) -> Working:
+    def _wanted(self, p: Program, kept: int, rows: Working) -> Working:
         """The rows that something is wanted of, one after the other."""
         act, live = self.activations, self.live
         x, attended = act["last_x"], act["last_attended"]

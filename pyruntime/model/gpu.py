@@ -28,12 +28,12 @@ from pyruntime.errors import (
     UnsupportedModelError,
     WaitTimeoutError,
 )
-from pyruntime.model import pipeline
+from pyruntime.model import int8_layers, pipeline
 from pyruntime.model.batch import Batch, Output, whole_regions
 from pyruntime.model.cache import Cache, Region
 from pyruntime.model.config import ModelConfig
 from pyruntime.model.decoder import PASSES, Decoder, Piece, Shape
-from pyruntime.model.footprint import cache_bytes, plan
+from pyruntime.model.footprint import cache_bytes, plan, tell_choice, tell_fp16
 from pyruntime.model.live import NO_OVERFLOW, max_sequences
 from pyruntime.model.pipeline import Pass
 from pyruntime.model.readout import Pooled, Scorer
@@ -65,16 +65,18 @@ class GpuModel:
 
     Attributes:
         turns: whose call is served, see `pyruntime.turns`.
-        weights: the arrays; `weights_mode`: "fp16" (dequantized at load) or "per-layer" (packed,
-            dequantized a layer ahead, see `model.streamed`).
+        weights: the arrays; `weights_mode`: "fp16" (dequantized at load), "per-layer" (packed,
+            dequantized a layer ahead, see `model.streamed`) or "int8" (packed, and multiplied as
+            they are, see `model.int8_layers`).
         max_tokens, max_prompts: rows and prompts of one forward pass at most.
 
     Args:
-        max_tokens: rows of one forward pass; "per-layer" takes no more than `PASS_TOKENS`.
+        max_tokens: rows of one forward pass; "per-layer" and "int8" take no more than
+            `footprint.PASS_TOKENS` says.
         kv_tokens: positions that the rotary tables cover at first, and the size of the cache that
             is counted when memory is checked before anything is allocated.
         memory_budget: the most bytes that `plan` may come to; all that is free by default.
-        weights: "fp16", "per-layer", or "auto": the first of them that fits.
+        weights: "fp16", "per-layer", "int8", or "auto", see `model.footprint.plan`.
         stream: a foreign stream's handle (an address), or None for one of its own.
         attention: the attention kernel, see `ops.attention_choice.choose`.
         overlap: whether launches of a pass may overlap, see `Program.enqueue`.
@@ -154,13 +156,18 @@ class GpuModel:
         _check_sizes(file, config, library, attention)
         planned = plan(
             file, config, max_tokens=max_tokens, kv_tokens=kv_tokens, kv_dtype=self.kv_dtype,
-            weights=mode, memory=self._allowed(memory_budget),
+            weights=mode, memory=self._allowed(memory_budget), invariant=invariant,
+            capability=self.device.compute_capability,
         )  # fmt: skip
         self._check_memory(planned.nbytes, memory_budget)
         self.weights_mode, self.max_tokens = planned.weights, planned.max_tokens
         self.max_prompts = max_sequences(self.max_tokens)
         self.device.spare.most = planned.nbytes["logits"]  # so that no more is held than planned
-        packed = self.weights_mode == "per-layer"
+        if mode == "auto":
+            tell_choice(planned, self.device_name)
+        if planned.weights == "int8":
+            tell_fp16(file, config)
+        packed, int8 = self.weights_mode == "per-layer", self.weights_mode == "int8"
         urgent = packed and not pipeline.URGENT_FILLS
         self._stream = self._owned(Stream(self.device, stream, urgent=urgent))
         self._streams = [self._stream]
@@ -176,13 +183,14 @@ class GpuModel:
             )
             self._streams.append(weights.pipeline.stream)
         else:
-            weights = Weights(file, config, library, progress, alike)
+            alike = 0 if int8 else alike
+            weights = Weights(file, config, library, progress, alike, self.weights_mode)
         self.weights = self._owned(weights)
         self._replayer = self._owned(Replayer(self._stream, overlap=self.overlap, graphs=graphs))
         self._decoder = self._owned(
             Decoder(
                 library, config, weights, self.max_tokens, self._replayer, attention,
-                self.kv_dtype, invariant,
+                self.kv_dtype, invariant, int8_layers.OPTIONS if int8 else None,
             )
         )  # fmt: skip
         self._decoder.reserve_positions(kv_tokens)
@@ -437,10 +445,10 @@ class GpuModel:
         Raises:
             EngineError: weights are "per-layer": one stream is not how those launches run.
         """
-        if self.weights_mode != "fp16":
+        if self.weights_mode == "per-layer":
             raise EngineError(
-                f"launches are timed with weights='fp16'; those of {self.weights_mode!r} run on "
-                "two streams"
+                "launches are timed with weights='fp16' or 'int8'; those of 'per-layer' run on two "
+                "streams"
             )
         batch = Batch.of_one(check_tokens(ids, self.config.vocab), cache, "last")
         with self._entry(), self.device.current():

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -21,6 +21,7 @@ from pyruntime.ops.gemm_workspace import GemmWorkspace
 from pyruntime.ops.norm import norm, norm_residual
 from pyruntime.ops.qkv import qkv
 
+Narrow = Callable[["Working"], "Working"]
 Tables = tuple[DeviceArray, DeviceArray]  # rotary: cosines and sines
 GATES = {"silu": "swiglu", "gelu": "geglu"}  # epilogues by activation
 
@@ -90,11 +91,27 @@ class Layers:
             **self._rotation(layer, rows, tables), alike=self.weights.alike,
         )  # fmt: skip
 
-    def leave(self, p: Program, layer: int, rows: Working) -> None:
-        """From `attended` to what the next layer begins with, or the output matrix."""
+    def leave(self, p: Program, layer: int, rows: Working, narrow: Narrow | None = None) -> None:
+        """From `attended` to what the next layer begins with, or the output matrix.
+
+        narrow: in the last layer, gathers the rows that something is wanted of; others go no
+            further.
+        """
+        if narrow is not None:
+            rows = narrow(rows)
         self._output(p, layer, rows)
         self._feed_forward(p, layer, rows)
         self._begin(p, layer + 1, rows)
+
+    def head(
+        self, p: Program, normed: DeviceArray, logits: DeviceArray, count: DeviceArray
+    ) -> None:
+        """The output matrix: float32 [rows, vocab] of float16 [rows, hidden], `count` of them."""
+        with p.role("head"):
+            gemm(
+                p, self.library, a=normed, w=self.weights.outer["output"], c=logits, rows=count,
+                max_rows=logits.shape[0], epilogue="f32", invariant=self.invariant,
+            )  # fmt: skip
 
     def _begin(self, p: Program, layer: int, rows: Working) -> None:
         """What a layer begins with; after the last one, the output matrix."""

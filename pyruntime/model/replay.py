@@ -37,6 +37,7 @@ from pyruntime.model.stats import Stats
 if TYPE_CHECKING:
     from pyruntime.model.decoder import Shape
 
+LOGITS = {"head": "c", "softcap": "x"}  # what launches of these roles call them
 T = TypeVar("T", Event, Stream)
 log = logging.getLogger("pyruntime")
 
@@ -79,8 +80,9 @@ class Recorded:
     def point(self, logits: DeviceArray) -> None:
         """Points the head to other logits, which the caller keeps alive."""
         assert self.head is not None
-        for launch, name in zip(self.head.before.launches, ("c", "x"), strict=False):
-            launch.point(name, logits)
+        for launch in self.head.before.launches:
+            if launch.role in LOGITS:
+                launch.point(LOGITS[launch.role], logits)
 
 
 class Replayer:

@@ -32,7 +32,6 @@ from pyruntime.ops.gemm import ALIGNMENT, choice, gemm
 if TYPE_CHECKING:
     from pyruntime.gguf import GGUFFile, TensorInfo
 
-PASS_TOKENS = 8192  # rows of a pass at most
 HEAD_ROWS = 1024  # of the output matrix that a slot has room for at least, with their logits
 _ALIGNMENT = 256  # bytes, of matrices in a slot
 _BLOCK = 128  # a block of the output matrix has a multiple of so many rows; the last one any number

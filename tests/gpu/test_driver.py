@@ -85,7 +85,7 @@ def test_a_cache_of_another_engine_is_refused() -> None:
         engine.prefill([1], cache=other.new_cache(4))
 
 
-@pytest.mark.parametrize("weights", ["fp16", "per-layer"])
+@pytest.mark.parametrize("weights", ["fp16", "per-layer", "int8"])
 @pytest.mark.parametrize("kv_dtype", ["f16", "e4m3"])
 def test_plan_is_what_load_allocates(kv_dtype: str, weights: str) -> None:
     device = Device(0)

@@ -242,23 +242,46 @@ def test_plan_takes_the_options_of_load() -> None:
     with pytest.raises(TypeError, match="'kv_tokns'"):
         Engine.plan(PATH, kv_tokns=3)
     with pytest.raises(ValueError, match="weights"):
-        Engine.plan(PATH, weights="int8")
+        Engine.plan(PATH, weights="int4")
 
 
-def test_auto_is_fp16_where_that_fits_and_what_is_packed_otherwise() -> None:
+# Compute capability, and what "auto" tries in turn.
+ORDERS = (
+    (None, ("fp16", "per-layer", "int8")),
+    ((9, 0), ("fp16", "per-layer", "int8")),
+    ((10, 0), ("fp16", "per-layer", "int8")),
+    ((8, 0), ("fp16", "int8", "per-layer")),
+    ((8, 6), ("fp16", "int8", "per-layer")),
+    ((8, 9), ("fp16", "int8", "per-layer")),
+    ((12, 0), ("fp16", "int8", "per-layer")),
+)
+
+
+@pytest.mark.parametrize(("capability", "order"), ORDERS)
+def test_auto_is_fp16_where_that_fits_and_what_is_packed_otherwise(
+    capability: tuple[int, int] | None, order: tuple[str, ...]
+) -> None:
+    """And the smallest where nothing does."""
     sizes = {"max_tokens": 16, "kv_tokens": 16}
-    wide, packed = (Engine.plan(PATH, weights=w, **sizes) for w in ("fp16", "per-layer"))
-    assert wide.fits and packed.fits and packed.total < wide.total  # no memory to go by
-    for memory, expected, fits in (
-        (wide.total, wide, True),
-        (wide.total - 1, packed, True),
-        (packed.total, packed, True),
-        (packed.total - 1, packed, False),
-    ):
+    plans = {w: Engine.plan(PATH, weights=w, **sizes) for w in order}
+    assert all(plan.fits for plan in plans.values())  # no memory to go by
+    wide, packed, int8 = (plans[w].total for w in ("fp16", "per-layer", "int8"))
+    assert int8 < packed < wide
+    for memory in (wide, wide - 1, packed, packed - 1, int8, int8 - 1):
+        fitting = [w for w in order if plans[w].total <= memory]
+        expected = plans[(fitting or ["int8"])[0]]
         for given in ({"memory": memory}, {"memory": 1 << 60, "memory_budget": memory}):
-            plan = Engine.plan(PATH, **given, **sizes)
+            plan = Engine.plan(PATH, **given, **sizes, capability=capability)
             assert (plan.weights, plan.nbytes) == (expected.weights, expected.nbytes)
-            assert (plan.memory, plan.fits) == (memory, fits)
+            assert (plan.memory, plan.fits) == (memory, bool(fitting))
+
+
+def test_auto_leaves_int8_out_where_it_does_not_give_what_is_asked_for() -> None:
+    """Rows with the same bits in every pass, or a file without packed matrices."""
+    plan = partial(Engine.plan, max_tokens=16, kv_tokens=16, memory=1)
+    assert plan(PATH).weights == "int8"
+    assert plan(PATH, exact="invariant").weights == "per-layer"
+    assert plan(GOLDEN / "tiny-llama-f16.gguf").weights == "fp16"
 
 
 def test_plan_of_packed_weights() -> None:
@@ -275,17 +298,18 @@ def test_plan_of_packed_weights() -> None:
 
 def test_auto_does_not_choose_what_takes_more() -> None:
     """Of two layers nothing is saved: two slots lie beside them."""
-    options = {"max_tokens": 16, "kv_tokens": 16, "memory": 1}
+    options = {"max_tokens": 16, "kv_tokens": 16, "memory": 1, "exact": "invariant"}
     assert Engine.plan(GOLDEN / "tiny-llama-f16.gguf", **options).weights == "fp16"
     assert Engine.plan(PATH, **options).weights == "per-layer"
 
 
 def test_a_pass_over_packed_weights_is_of_limited_length(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pyruntime.model.footprint.PASS_TOKENS", 20)
-    wide, packed = (
-        Engine.plan(PATH, max_tokens=33, kv_tokens=64, weights=w) for w in ("fp16", "per-layer")
+    monkeypatch.setattr("pyruntime.model.footprint.PASS_TOKENS", {"per-layer": 20, "int8": 16})
+    wide, packed, int8 = (
+        Engine.plan(PATH, max_tokens=33, kv_tokens=64, weights=w)
+        for w in ("fp16", "per-layer", "int8")
     )
-    assert (wide.max_tokens, packed.max_tokens) == (33, 20)
+    assert (wide.max_tokens, packed.max_tokens, int8.max_tokens) == (33, 20, 16)
     assert packed.nbytes["activations"] < wide.nbytes["activations"]
 
 

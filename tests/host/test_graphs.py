@@ -29,7 +29,7 @@ ILLEGAL_ADDRESS = 700
 DEPENDENT = "CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION"
 
 Load = Callable[..., Engine]
-WEIGHTS = pytest.mark.parametrize("weights", ["fp16", "per-layer"])
+WEIGHTS = pytest.mark.parametrize("weights", ["fp16", "per-layer", "int8"])
 
 
 def graph_of(driver: FakeDriver) -> list[tuple[str, tuple[Any, ...]]]:
@@ -53,13 +53,14 @@ def test_a_length_that_comes_again_is_replayed(
         added = driver.calls - before
         found.append((added["cuStreamBeginCapture"], added["cuGraphLaunch"]))
     assert found == [(0, 0), (1, 1), (0, 1), (0, 1)]
-    if weights == "fp16":  # nothing is launched apart
+    if weights != "per-layer":  # nothing is launched apart
         assert added["cuLaunchKernelEx"] == 0
     stats = engine.stats()
     assert (stats.hits, stats.misses, stats.captures, stats.failures) == (3, 1, 1, 0)
     assert stats.graphs == 1 and stats.capture_ms > 0
     assert driver.held()["execs"] == 1
-    assert driver.held().get("graphs", 0) == (weights == "fp16")  # whose nodes may be updated
+    whole = weights != "per-layer"  # whose nodes may be updated
+    assert driver.held().get("graphs", 0) == whole
     engine.close()
     assert driver.held() == {}
 
@@ -89,7 +90,7 @@ def test_a_graph_serves_all_lengths_of_its_bucket(driver: FakeDriver, load: Load
     assert engine.stats().misses == 3
 
 
-@pytest.mark.parametrize("weights", ["fp16", "per-layer"])
+@pytest.mark.parametrize("weights", ["fp16", "per-layer", "int8"])
 def test_eager_passes_have_the_plan_of_a_bucket(load: Load, weights: str) -> None:
     """So that a graph, which is of the bucket, has the same bits."""
     engine = load(graphs="off", weights=weights, max_tokens=64, kv_tokens=64)

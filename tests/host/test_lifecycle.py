@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import os
 import shutil
 from collections.abc import Callable
@@ -44,7 +45,7 @@ MAKING_OR_FILLING = (
     ("function", "code"),
     [(name, INVALID_VALUE) for name in MAKING_OR_FILLING] + [("cuMemAlloc", OUT_OF_MEMORY)],
 )
-@pytest.mark.parametrize("weights", ["fp16", "per-layer"])
+@pytest.mark.parametrize("weights", ["fp16", "per-layer", "int8"])
 def test_a_failed_load_keeps_nothing(
     driver: FakeDriver, load: Load, weights: str, function: str, code: int
 ) -> None:
@@ -99,7 +100,7 @@ def test_a_failure_to_free_does_not_hide_why_a_load_failed(driver: FakeDriver, l
 # Closing
 
 
-@pytest.mark.parametrize("weights", ["fp16", "per-layer"])
+@pytest.mark.parametrize("weights", ["fp16", "per-layer", "int8"])
 @pytest.mark.parametrize("kv_dtype", KV_DTYPES)
 def test_close_gives_everything_back(
     driver: FakeDriver, load: Load, kv_dtype: str, weights: str
@@ -115,7 +116,7 @@ def test_close_gives_everything_back(
     assert driver.held() == {}
 
 
-@pytest.mark.parametrize("weights", ["fp16", "per-layer"])
+@pytest.mark.parametrize("weights", ["fp16", "per-layer", "int8"])
 @pytest.mark.parametrize("kv_dtype", KV_DTYPES)
 @pytest.mark.parametrize("name", ["llama-q8_0", "qwen2-q4_k_m", "qwen3-q6_k", "gemma3-q8_0"])
 def test_plan_is_what_load_and_a_prefill_allocate(
@@ -148,31 +149,43 @@ def test_plan_is_what_load_and_a_list_of_prompts_allocate(
     assert engine.model.device.allocated == planned.total - planned.nbytes["logits"]
 
 
-def test_auto_loads_what_plan_says(driver: FakeDriver, load: Load) -> None:
+def test_auto_loads_what_plan_says(
+    driver: FakeDriver, load: Load, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "pyruntime")
     model = GOLDEN / "tiny-qwen3-q4_k_m.gguf"
     plan = partial(Engine.plan, model, max_tokens=16, kv_tokens=64)
-    wide = plan(weights="fp16").total
-    for budget, expected in ((None, "fp16"), (wide, "fp16"), (wide - 1, "per-layer")):
+    wide, packed = (plan(weights=weights).total for weights in ("fp16", "per-layer"))
+    for budget, expected in (
+        (None, "fp16"), (wide, "fp16"), (wide - 1, "per-layer"), (packed - 1, "int8")
+    ):  # fmt: skip
+        caplog.clear()
         planned = plan(memory_budget=budget)
         engine = load(model=model, memory_budget=budget)
         assert engine.weights == planned.weights == expected
-        assert engine.path.endswith(", weights per-layer") == (expected == "per-layer")
+        told = "" if expected == "fp16" else f", weights {expected}"
+        assert engine.path == engine.model.device_name + told
+        (record,) = (r for r in caplog.records if "weights 'auto' on" in r.message)
+        assert f": {expected}, which takes {planned.total:,} bytes" in record.message
+        assert (record.levelno == logging.WARNING) == (expected == "int8")
         engine.close()
     with pytest.raises(OutOfMemoryError, match=r"bytes .*are needed \(weights .*, scratch "):
+        load(model=model, memory_budget=100_000, weights="per-layer")
+    with pytest.raises(OutOfMemoryError, match=r"bytes .*are needed \(weights "):
         load(model=model, memory_budget=100_000)
 
 
 def test_longer_prompts_than_a_pass_over_packed_weights_are_cut(
     load: Load, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pyruntime.model.footprint.PASS_TOKENS", 8)
+    monkeypatch.setattr("pyruntime.model.footprint.PASS_TOKENS", {"per-layer": 8})
     engine = load(weights="per-layer")
     assert engine.max_tokens == engine.model.max_tokens == 8
     logits = engine.prefill([1] * 20, logits="all").logits
     assert logits.shape == (20, engine.config.vocab)
 
 
-@pytest.mark.parametrize("weights", ["fp16", "per-layer"])
+@pytest.mark.parametrize("weights", ["fp16", "per-layer", "int8"])
 def test_a_dropped_engine_gives_everything_back_at_once(
     driver: FakeDriver, load: Load, weights: str
 ) -> None:
@@ -292,7 +305,7 @@ def test_a_context_lost_by_a_failed_pass_is_remembered(driver: FakeDriver, load:
         engine.prefill([1])
 
 
-@pytest.mark.parametrize(("weights", "streams"), [("fp16", 1), ("per-layer", 2)])
+@pytest.mark.parametrize(("weights", "streams"), [("fp16", 1), ("per-layer", 2), ("int8", 1)])
 def test_an_interrupted_pass_is_waited_for(
     driver: FakeDriver, load: Load, weights: str, streams: int
 ) -> None:

@@ -12,7 +12,7 @@ from order import DEPENDENT
 from pyruntime import Engine
 
 Load = Callable[..., Engine]
-WEIGHTS = pytest.mark.parametrize("weights", ["fp16", "per-layer"])
+WEIGHTS = pytest.mark.parametrize("weights", ["fp16", "per-layer", "int8"])
 TEXTS = [[1, 2, 3], [4] * 7, [5]], [[6, 7], [8], [9, 10, 11]]
 TARGETS = 6
 
