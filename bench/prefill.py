@@ -69,7 +69,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--model", type=Path, help="a Qwen2.5-7B shaped file, instead of a new one")
-    parser.add_argument("--weights", default="auto", help="fp16, per-layer or auto (default)")
+    parser.add_argument("--weights", default="auto", help="fp16, per-layer, int8 or auto (default)")
     parser.add_argument(
         "--nt", type=int, nargs="+", help="lengths of prompts, instead of the usual"
     )
