@@ -17,6 +17,7 @@ import numpy as np
 
 from pyruntime.errors import UnsupportedModelError
 from pyruntime.model.config import ModelConfig
+from pyruntime.ops.int8_types import installed_types
 
 if TYPE_CHECKING:
     from pyruntime.gguf import GGUFFile, TensorInfo
@@ -146,7 +147,7 @@ def plane_placements(file: GGUFFile, group: Mapping[str, Placement]) -> dict[str
 def why_no_planes(tensor: TensorInfo) -> str:
     """What keeps a tensor from having planes, such as "is F16"; "" if nothing does."""
     assert tensor.type is not None  # unknown types were refused with the config
-    if tensor.type.block == 1:
+    if tensor.type.name not in installed_types():
         return f"is {tensor.type.name}"
     if tensor.shape[0] % PLANE_ROWS:
         return f"has {tensor.shape[0]} rows, no multiple of {PLANE_ROWS}"

@@ -23,7 +23,7 @@ def read_wall(record: Mapping[str, Any], engine: Engine) -> int:
 def measured_wall(engine: Engine, nt: int) -> dict[str, Any]:
     """The record of `pyruntime wall` for a prefill of `nt` random tokens, and its picture as SVG.
 
-    Takes seconds, with the GPU for itself. Raises EngineError: no GPU, or weights that are not "fp16".
+    Takes seconds, with the GPU for itself. Raises EngineError: no GPU, or weights but "fp16".
     """
     from pyruntime.measure.launches import gpu_model
     from pyruntime.measure.roofline import roofline
