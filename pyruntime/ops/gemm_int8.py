@@ -16,12 +16,27 @@ FAMILY = "int8"
 STEP = 128  # columns of k in a step of a warp
 RUN = 4  # results of a row that are written at a time
 
-# Cycles of a multiprocessor. A warp turns TOKENS x ROWS x STEP products into sums in so many:
-TOKENS, ROWS = 64, 32
-STEP_CYCLES = {32: 780.0, 16: 1420.0}  # if it has a scheduler for itself; by weights per scale
-ALONE = 0.35  # of those cycles more that a scheduler waits if it has one warp only, halved for two
-LAUNCH, TILE, PART = 3500.0, 1500.0, 500.0  # of a launch, of a tile, and for each part of k
-SCHEDULERS = 4
+# Cycles of an H200 at 1.98 GHz, fitted to what all rows took on one (tests/host/
+# test_gemm_int8_choice.py has the figures). LAUNCH is of a launch. The rest by weights per scale
+# and by tile: of a step of a block that has a multiprocessor for itself; what each further block
+# adds to it (where two do not fit an H200: a guess); and of a tile, whatever k is.
+LAUNCH = 2500.0
+CYCLES = {
+    32: {
+        "m128_n128_k1": (4019.0, 3500.0, 6222.0),
+        "m64_n128_k1": (2265.0, 1300.0, 8883.0),
+        "m64_n32_k4": (2962.0, 2700.0, 4038.0),
+        "m32_n32_k4": (1767.0, 977.0, 3678.0),
+        "m16_n32_k4": (1328.0, 476.0, 3308.0),
+    },
+    16: {
+        "m128_n128_k1": (5851.0, 3500.0, 8338.0),
+        "m64_n128_k1": (4614.0, 1175.0, 6220.0),
+        "m64_n32_k4": (3814.0, 3400.0, 5403.0),
+        "m32_n32_k4": (2311.0, 1500.0, 3129.0),
+        "m16_n32_k4": (1897.0, 534.0, 2780.0),
+    },
+}
 MEMORY_BYTES = 18.0  # a cycle, of weights from device memory, for each multiprocessor
 
 
@@ -168,21 +183,16 @@ def _resident(kernel: Kernel, device: Limits) -> int:
 
 
 def _cost(kernel: Kernel, m: int, n: int, k: int, device: Limits) -> float:
-    """Cycles that it should take."""
-    spec, resident = kernel.spec, _resident(kernel, device)
-    tile = {name: int(spec.tile[name]) for name in ("bm", "bn", "split", "sub", "bytes", "block")}
-    most = resident * device.sm_count
-    steps = -(-k // (STEP * tile["split"]))
-    warp_step = STEP_CYCLES[tile["sub"]] * (
-        tile["bm"] * tile["bn"] * tile["split"] / (TOKENS * ROWS * spec.threads // 32)
-    )
+    """Cycles that it should take: of one wave of blocks after the other."""
+    tile = kernel.spec.tile
+    shape = f"m{tile['bm']}_n{tile['bn']}_k{tile['split']}"
+    alone, further, once = CYCLES[int(tile["sub"])][shape]
+    steps = -(-k // (STEP * int(tile["split"])))
+    most = _resident(kernel, device) * device.sm_count
     full, rest = divmod(units(kernel, m, n), most)
     cycles = 0.0
-    for count, blocks in ((full, most), (1, rest)):
+    for count, blocks in ((full, most), (int(rest > 0), rest)):
         together = -(-blocks // device.sm_count)
-        warps = together * spec.threads / 32 / SCHEDULERS  # of a scheduler
-        step = warp_step * max(warps, 1.0) * (1 + ALONE / max(warps, 1.0))
-        if blocks:
-            cycles += count * (steps * step + TILE + PART * (tile["split"] - 1))
-    memory = n * k / tile["block"] * tile["bytes"] / (MEMORY_BYTES * device.sm_count)
+        cycles += count * (steps * (alone + further * (together - 1)) + once)
+    memory = n * k / int(tile["block"]) * int(tile["bytes"]) / (MEMORY_BYTES * device.sm_count)
     return LAUNCH + max(cycles, memory)
