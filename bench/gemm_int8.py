@@ -1,8 +1,8 @@
-"""Products of int8 activations with Q4_K and Q6_K weights: every row of the table, and the choice.
+"""Products of int8 activations with packed weights: every row of the table, and the choice.
 
-The shapes are those of a Qwen2.5-7B layer. Random bytes as weights, which rotate over more memory
-than L2 holds. A figure is the median of ROUNDS timings of LAUNCHES launches each, rows taken in
-turn; every raw value is kept.
+Types are Q4_K and Q6_K unless others are named. The shapes are those of a Qwen2.5-7B layer. Random
+bytes as weights, which rotate over more memory than L2 holds. A figure is the median of ROUNDS
+timings of LAUNCHES launches each, rows taken in turn; every raw value is kept.
 """
 
 from __future__ import annotations
@@ -23,12 +23,13 @@ from pyruntime.driver.stream import Event, Stream
 from pyruntime.measure.records import identity, save_record
 from pyruntime.ops.gemm_int8 import choice, gemm_int8, rows_for
 from pyruntime.ops.quantize import Plane, plane_layout
+from pyruntime.reference import int8
 
 KIND = "gemm-int8"
 SHAPES = {"q, o": (3584, 3584), "k, v": (512, 3584), "gate, up": (18944, 3584),
           "down": (3584, 18944)}  # fmt: skip
 LENGTHS = (64, 512, 2048)
-TYPES = ("Q4_K", "Q6_K")
+DEFAULT = ("Q4_K", "Q6_K")
 ROUNDS, LAUNCHES = 7, 4
 ROTATED = 192 << 20  # bytes of weights
 FINITE = 0x3F  # of every byte: no float is large, whatever field it belongs to
@@ -101,13 +102,13 @@ def report(name: str, shape: str, m: int, figure: dict[str, Any]) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=ROUNDS)
-    parser.add_argument("--type", choices=TYPES, action="append", help="default: all")
+    parser.add_argument("--type", choices=int8.TYPES, action="append")
     parser.add_argument("--save", type=Path, metavar="JSON")
     args = parser.parse_args()
     device = Device(0)
     library, stream = Library(device), Stream(device)
     figures: dict[str, Any] = {}
-    for name in args.type or TYPES:
+    for name in args.type or DEFAULT:
         for shape, (n, k) in SHAPES.items():
             weights = Weights(library, name, n, k)
             for m in LENGTHS:
