@@ -203,7 +203,7 @@ class Prefills:
         self,
         lengths: Iterable[int],
         *,
-        logits: Literal["none", "last", "all"] = "last",
+        logits: Literal["none", "last", "all", "greedy"] = "last",
         continues: bool = False,
         timeout: Timeout = None,
     ) -> list[Warmed]:
@@ -214,7 +214,8 @@ class Prefills:
         `new_cache` that is longer than it drops all graphs, so make that first.
 
         Args:
-            logits: that the prompts will be asked for, as of `prefill`.
+            logits: that the prompts will be asked for, as of `prefill`; "greedy": what `generate`
+                asks for, the likeliest token by those of the last row.
             continues: they go on with a cache that holds something, as the steps of `generate` do.
             timeout: see `prefill`; captures are not interrupted.
 
@@ -233,14 +234,15 @@ class Prefills:
         for n in wanted:
             if isinstance(n, bool) or not isinstance(n, (int, np.integer)) or not 1 <= n <= most:
                 raise ValueError(f"lengths: {n!r} is not one of 1 to {most} tokens")
-        if logits not in ("none", "last", "all"):
-            raise ValueError(f"logits={logits!r}: 'none', 'last' or 'all'")
+        if logits not in ("none", "last", "all", "greedy"):
+            raise ValueError(f"logits={logits!r}: 'none', 'last', 'all' or 'greedy'")
         kinds = []
         for n in map(int, wanted):
             for (part,) in passes([n], rows=self.max_tokens):
                 rows, ends = part.last - part.first, part.last == n
-                kept = {"none": 0, "last": int(ends), "all": rows}[logits]
-                kinds.append((rows, kept, not (continues or part.first)))
+                kept = {"none": 0, "all": rows}.get(logits, int(ends))
+                greedy = ends and logits == "greedy"
+                kinds.append((rows, kept, not (continues or part.first), greedy))
         self._check_closed()
         with self._model.turns.turn(deadline):
             self._check_closed()

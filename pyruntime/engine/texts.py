@@ -15,7 +15,7 @@ from pyruntime.engine.prefills import Prefills
 from pyruntime.gguf import Value
 from pyruntime.model.any_cache import AnyCache
 from pyruntime.model.batch import Batch, Rows
-from pyruntime.model.calls import Call, named
+from pyruntime.model.calls import Call, greedy, named, wanted_logits
 from pyruntime.model.packing import Part
 from pyruntime.model.scores import GREEDY, TokenScores
 from pyruntime.model.scoring import Score, Scored, ScoredRows, windows
@@ -262,16 +262,16 @@ class Texts(Prefills):
         n = check_count("n", n, 0)
         prompt = check_tokens(ids, self.config.vocab)
         cache = self.new_cache(len(prompt) + max(n, 1), timeout=deadline)
-        step: Ids = prompt
         out: list[int] = []
-        stop = self._stop_ids
+        step, stop = prompt, self._stop_ids
         while len(out) < n:
-            logits = np.asarray(self.prefill(step, cache=cache, timeout=deadline).logits)
-            token = int(logits[-1].argmax())
+            call = Call(step, cache, wanted_logits("last", len(step)))
+            self._run([call], greedy, deadline)
+            token: int = call.found
             if token in stop:
                 break
             out.append(token)
-            step = [token]
+            step = np.array([token], np.int32)
         return out
 
     @cached_property

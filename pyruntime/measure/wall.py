@@ -23,7 +23,7 @@ from pyruntime.measure.launches import gpu_model
 from pyruntime.measure.roofline import Roofline
 from pyruntime.measure.series import REGIMES
 from pyruntime.measure.telemetry import Telemetry
-from pyruntime.model.live import live_bytes
+from pyruntime.model.live import RESULT_BYTES, live_bytes
 from pyruntime.ops.attention_choice import Choice
 
 
@@ -104,14 +104,14 @@ def _call(engine: Engine, ids: Any, rest: float) -> Call:
 
 
 def _copies(stream: Stream, max_tokens: int, rounds: int) -> float:
-    """Milliseconds of a pass's copies: the live block up, the overflow word down."""
+    """Milliseconds of a pass's copies: the live block up, what a pass leaves there down."""
     nbytes = live_bytes(max_tokens)
     host = PinnedBuffer(stream.device, nbytes)
     array = DeviceArray(stream.device, (nbytes,), np.uint8)
 
     def copy() -> None:
         stream.copy_to_device(array.ptr, host.ptr, nbytes)
-        stream.copy_to_host(host.ptr, array.ptr, 4)
+        stream.copy_to_host(host.ptr, array.ptr, RESULT_BYTES)
 
     times = spans(stream, [copy] * rounds)
     array.close()

@@ -132,10 +132,12 @@ class Output(NamedTuple):
         logits: float32 [rows that logits are wanted of, vocab].
         sums: of each prompt that hidden states are wanted of, their sum: [prompts, hidden], on the
             host, float32 from a GPU and float64 from NumPy.
+        token: of a greedy pass, which gives no logits, their argmax.
     """
 
     logits: Any
     sums: NDArray[np.floating[Any]]
+    token: int | None = None
 
 
 def runs(rows: Rows, most: int) -> list[tuple[int, int]]:

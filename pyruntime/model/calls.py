@@ -33,7 +33,7 @@ class Model(Protocol):
     def pass_positions(self) -> int | None: ...
 
     def check_cache(self, cache: Any) -> None: ...
-    def run(self, batch: Batch) -> Output: ...
+    def run(self, batch: Batch, *, greedy: bool = False) -> Output: ...
 
 
 class Call:
@@ -45,7 +45,8 @@ class Call:
         logits, hidden: ascending rows, int32.
         place: of the prompt in a list, by which an error names it; None: there is no list.
         reused: tokens that were taken off the front of `ids`, as the cache holds them.
-        found: float32 [rows, vocab], the logits of its passes so far; None: nothing.
+        found: float32 [rows, vocab], the logits of its passes so far, or the token that `greedy`
+            found; None: nothing.
         total: float64 [hidden], the sum of the hidden states of its passes so far.
     """
 
@@ -291,6 +292,11 @@ def prefill(model: Model, calls: Sequence[Call], batch: Batch, parts: list[Part]
         if len(prompt.hidden):
             call.total += given.sums[summed].astype(np.float64)
             summed += 1
+
+
+def greedy(model: Model, calls: Sequence[Call], batch: Batch, parts: list[Part]) -> None:
+    """Makes a pass of a call that wants one row's logits, and finds their argmax instead."""
+    calls[0].found = model.run(batch, greedy=len(batch.logits) > 0).token
 
 
 def _rows(array: Any, first: int, last: int) -> Any:

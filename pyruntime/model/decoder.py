@@ -33,6 +33,7 @@ from pyruntime.ops.attention_choice import choose
 from pyruntime.ops.attention_schedule import Schedule, Workspace, workspace_layout
 from pyruntime.ops.gemm_workspace import WORKSPACE_LAYOUT, GemmWorkspace
 from pyruntime.ops.rows import embed, gather, has_packed_logits, packed_logits
+from pyruntime.ops.scores import scores
 from pyruntime.ops.softcap import softcap
 from pyruntime.ops.widen import widen
 
@@ -49,6 +50,7 @@ class Shape(NamedTuple):
             have. Others than these do not pass what follows attention in the last layer.
         fresh: nothing is cached before; what is recorded otherwise is right for that too, but
             attention is then divided for many keys.
+        greedy: of the one row that is kept, the likeliest token is found behind its logits.
     """
 
     rows: int
@@ -56,30 +58,42 @@ class Shape(NamedTuple):
     sequences: int
     kept: int
     fresh: bool
+    greedy: bool = False
 
     @classmethod
-    def of(cls, batch: Batch, max_tokens: int) -> Shape:
+    def of(cls, batch: Batch, max_tokens: int, greedy: bool = False) -> Shape:
         """That of the bucket of a batch, see `model.buckets`."""
         prompts, kept = len(batch.prompts), len(batch.kept)
-        return cls.holding(batch.rows, batch.longest, prompts, kept, batch.fresh, max_tokens)
+        return cls.holding(
+            batch.rows, batch.longest, prompts, kept, batch.fresh, max_tokens, greedy
+        )
 
     @classmethod
     @lru_cache(1024)
     def holding(
-        cls, rows: int, longest: int, sequences: int, kept: int, fresh: bool, max_tokens: int
+        cls,
+        rows: int,
+        longest: int,
+        sequences: int,
+        kept: int,
+        fresh: bool,
+        max_tokens: int,
+        greedy: bool = False,
     ) -> Shape:
         """The one that serves passes with so many rows, and so on."""
         most = max_sequences(max_tokens)
         whole = cls(
             bucket(rows, max_tokens), bucket(longest, max_tokens), bucket(sequences, most),
-            bucket(kept, most), fresh,
+            bucket(kept, most), fresh, greedy,
         )  # fmt: skip
         return whole if kept <= most and kept < rows else whole.with_all()
 
     @classmethod
-    def single(cls, rows: int, max_tokens: int, kept: int = 1, fresh: bool = True) -> Shape:
+    def single(
+        cls, rows: int, max_tokens: int, kept: int = 1, fresh: bool = True, greedy: bool = False
+    ) -> Shape:
         """That of one prompt of `rows` tokens."""
-        return cls.holding(rows, rows, 1, kept, fresh, max_tokens)
+        return cls.holding(rows, rows, 1, kept, fresh, max_tokens, greedy)
 
     def with_all(self) -> Shape:
         """The same with all rows kept."""
@@ -310,7 +324,9 @@ class Decoder:
         return found
 
     def head(self, recorded: Recorded, piece: Piece, logits: DeviceArray) -> Pass:
-        """What comes after such a body: the output matrix. Logits: float32 [rows, vocab].
+        """What comes after such a body: the output matrix, and what is greedy of its shape.
+
+        Logits: float32 [rows, vocab].
 
         The caller keeps them alive while it runs, and until then asks for no other head.
         """
@@ -335,13 +351,13 @@ class Decoder:
         normed = self._gathered(program, piece)
         if isinstance(weights, StreamedWeights):
             after = Program()
-            self._cap(after, logits, piece.counted)
+            self._end(after, logits, piece, shape)
             return weights.head(
                 program, after, normed=normed, wanted=piece.counted, logits=logits,
                 kept=shape.kept, ready=not piece.before,
             )  # fmt: skip
         self.layers.head(program, normed, logits, piece.counted)
-        self._cap(program, logits, piece.counted)
+        self._end(program, logits, piece, shape)
         return Pass(program)
 
     def _packed_head(self, piece: Piece, logits: DeviceArray, shape: Shape) -> Pass:
@@ -362,7 +378,7 @@ class Decoder:
                 weight=weights.outer["output_norm"], eps=self.config.eps,
                 table=weights.outer["embedding"], type_name=weights.embedding_type, c=logits,
             )  # fmt: skip
-        self._cap(program, logits, piece.counted)
+        self._end(program, logits, piece, shape)
         return Pass(program)
 
     def _gathered(self, program: Program, piece: Piece) -> DeviceArray:
@@ -396,10 +412,13 @@ class Decoder:
         del self._passes[shape]
         self.replayer.drop(recorded)
 
-    def _cap(self, program: Program, logits: DeviceArray, rows: DeviceArray) -> None:
-        cap = self.config.logit_cap
+    def _end(self, program: Program, logits: DeviceArray, piece: Piece, shape: Shape) -> None:
+        """What is done with the products of a head."""
+        cap, lib, rows = self.config.logit_cap, self._library, piece.counted
         if cap is not None:
-            softcap(program, self._library, x=logits, cap=cap, rows=rows, max_rows=logits.shape[0])
+            softcap(program, lib, x=logits, cap=cap, rows=rows, max_rows=logits.shape[0])
+        if shape.greedy:
+            scores(program, lib, rows=rows, max_rows=1, logits=logits, **self.live.greedy)
 
     def _record(self, shape: Shape) -> Program:
         c, w, live, lib, act = (

@@ -256,12 +256,12 @@ class GpuModel:
         """How passes were run so far."""
         return self._replayer.stats(self._decoder.graphs())
 
-    def warm(self, passes: Sequence[tuple[int, int, bool]]) -> list[Warmed]:
+    def warm(self, passes: Sequence[tuple[int, int, bool, bool]]) -> list[Warmed]:
         """Records passes of one prompt and captures them, where that has not been done.
 
         Args:
-            passes: of each its rows, those of them whose logits are wanted, and whether nothing is
-                cached before; passes of one bucket are made ready once.
+            passes: of each its rows, those of them whose logits are wanted, whether nothing is
+                cached before, and whether it is greedy; passes of one bucket are made ready once.
 
         Raises:
             ValueError: more than are kept, `PASSES`; nothing has been done.
@@ -270,7 +270,8 @@ class GpuModel:
         """
         with self._entry():
             shapes = [
-                Shape.single(rows, self.max_tokens, kept, fresh) for rows, kept, fresh in passes
+                Shape.single(rows, self.max_tokens, kept, fresh, greedy)
+                for rows, kept, fresh, greedy in passes
             ]
             shapes = list(dict.fromkeys(shapes))
             if len(shapes) > PASSES:
@@ -328,12 +329,14 @@ class GpuModel:
         given: DeviceArray = self.run(batch, out=out).logits
         return given
 
-    def run(self, batch: Batch, *, out: DeviceArray | None = None) -> Output:
+    def run(self, batch: Batch, *, out: DeviceArray | None = None, greedy: bool = False) -> Output:
         """Appends the prompts of a batch to their caches; waits for the result.
 
         Args:
             out: where logits go instead of to a new array: float32 [rows, vocab], on a 16-byte
                 boundary.
+            greedy: logits of one row are wanted, and nothing else: their argmax is given instead,
+                found on the GPU; of equal ones the first.
 
         Raises:
             ValueError: another `out`, more rows than `max_tokens`, more prompts than
@@ -355,7 +358,7 @@ class GpuModel:
             if self._underway.streams or self._lost or not self._open:
                 self._make_ready()
             try:
-                form = self._begin(batch)
+                form = self._begin(batch, greedy)
                 self._underway.begin(self._streams, batch, out)
                 with self._at_work:
                     recorded, pooled = self._decoder.recorded(form), None
@@ -367,6 +370,8 @@ class GpuModel:
                 self._note(error)
                 raise
             batch.store()
+            if greedy:  # while the turn lasts: the next one's pass overwrites it
+                return Output(None, sums, self._decoder.live.likeliest)
         return Output(out, sums)
 
     def score(
@@ -407,7 +412,7 @@ class GpuModel:
             batch.store()
         return found
 
-    def _begin(self, batch: Batch) -> Shape:
+    def _begin(self, batch: Batch, greedy: bool = False) -> Shape:
         """Begins a pass, if there is room: in its turn, as another call may have filled a cache."""
         batch.begin(self.check_cache)
         if batch.rows > self.max_tokens:
@@ -418,7 +423,7 @@ class GpuModel:
             most, count = self._decoder.positions, self._places(batch)[-1]
             if count > most:
                 raise _too_much(count, "positions in 8-bit caches", most)
-        return Shape.of(batch, self.max_tokens)
+        return Shape.of(batch, self.max_tokens, greedy)
 
     def _pooled(self, batch: Batch, shape: Shape) -> Pooled:
         """Of the hidden states that a batch wants."""

@@ -1,8 +1,9 @@
 """The small device block that holds everything that changes from call to call.
 
-Layout (cuda/core/live.cuh): Live {rows, sequences, wanted, overflow}, then one Sequence per prompt,
-one e4m3::Sequence (cuda/core/e4m3.cuh) per prompt, then int32 arrays: token ids, positions,
-sequence of each row, wanted rows. Launches only ever see its address, so a recorded program serves
+Layout (cuda/core/live.cuh): Live {rows, sequences, wanted, overflow}, then what `ops.scores` reads
+and writes for the likeliest token of a single row, then one Sequence per prompt, one
+e4m3::Sequence (cuda/core/e4m3.cuh) per prompt, then int32 arrays: token ids, positions, sequence of
+each row, wanted rows. Launches only ever see its address, so a recorded program serves
 any prompts.
 """
 
@@ -18,10 +19,14 @@ from pyruntime.driver.memory import DeviceArray, PinnedBuffer
 from pyruntime.driver.stream import Stream
 from pyruntime.model.batch import Batch, Rows, ascending
 from pyruntime.model.cache import Positions
+from pyruntime.model.scores import GREEDY
 
 NO_OVERFLOW = 2**31 - 1
 MAX_SEQUENCES = 256  # prompts of a pass
+RESULT_BYTES = 8  # that a pass brings to the host: overflow, and the likeliest token next to it
 _LIVE = struct.Struct("<4i")
+_GREEDY = struct.Struct("<i2f3i8x")  # best, value, log_probs; tokens; first [2]
+_HEADER_BYTES = _LIVE.size + _GREEDY.size
 _SEQUENCE = struct.Struct("<4i3Q")
 _STORED = struct.Struct("<4i4Q")
 PASS_BYTES = _LIVE.size + _SEQUENCE.size  # that say what a pass of one sequence works on
@@ -37,11 +42,12 @@ class LiveBlock:
 
     Attributes (device views): live, rows, wanted, overflow (int32 words of the header), sequences,
     stored (of e4m3 caches), ids, positions, sequence_of, wanted_rows (int32 [max_tokens]).
+    greedy: the arrays of `ops.scores`, by name, for the likeliest token of one row.
     """
 
     def __init__(self, device: Device, max_tokens: int) -> None:
         nbytes, most = live_bytes(max_tokens), max_sequences(max_tokens)
-        self._stored_at = _LIVE.size + most * _SEQUENCE.size
+        self._stored_at = _HEADER_BYTES + most * _SEQUENCE.size
         head = self._stored_at + most * _STORED.size
         # In one statement: no frame of a failure's traceback keeps the first without the second.
         self._block, self._host = (
@@ -52,12 +58,21 @@ class LiveBlock:
         self.rows = self._block.view(0, (1,), np.int32)
         self.wanted = self._block.view(8, (1,), np.int32)
         self.overflow = self._block.view(12, (1,), np.int32)
-        self.sequences = self._block.view(_LIVE.size, (most, _SEQUENCE.size), np.uint8)
+        self.greedy = {
+            name: self._block.view(_LIVE.size + at, shape, dtype)
+            for name, at, shape, dtype in (
+                ("best", 0, (1, 1), np.int32), ("values", 4, (1, 1), np.float32),
+                ("log_probs", 8, (1,), np.float32), ("tokens", 12, (1,), np.int32),
+                ("first", 16, (2,), np.int32),
+            )
+        }  # fmt: skip
+        self.sequences = self._block.view(_HEADER_BYTES, (most, _SEQUENCE.size), np.uint8)
         self.stored = self._block.view(self._stored_at, (most, _STORED.size), np.uint8)
         self.ids, self.positions, self.sequence_of, self.wanted_rows = (
             self._block.view(head + 4 * max_tokens * i, (max_tokens,), np.int32) for i in range(4)
         )
         self._bytes = self._host.array.data
+        _GREEDY.pack_into(self._bytes, _LIVE.size, 0, 0, 0, GREEDY, 0, 1)  # of row 0 one target
         self._arrays = tuple(self._host.array[head:].view(np.int32).reshape(4, max_tokens))
         # Of how many rows the host's positions and sequences are those of one fresh prompt.
         self._single = max_tokens
@@ -86,7 +101,7 @@ class LiveBlock:
                 at = self._stored_at + i * _STORED.size
                 _STORED.pack_into(host, at, first, rows, start, cache.stride, *cache.addresses)
                 cache = staged[i]
-            at = _LIVE.size + i * _SEQUENCE.size
+            at = _HEADER_BYTES + i * _SEQUENCE.size
             _SEQUENCE.pack_into(host, at, first, rows, start, cache.stride, *cache.addresses)
             ids[first:last] = own
             if not there:
@@ -102,15 +117,21 @@ class LiveBlock:
         """Enqueues the upload of what `fill` wrote."""
         stream.copy_to_device(self._block.ptr, self._host.ptr, self._block.nbytes)
 
-    def download_overflow(self, stream: Stream) -> None:
-        """Enqueues the copy of the overflow word back to the host."""
-        stream.copy_to_host(self._host.ptr + 12, self.overflow.ptr, 4)
+    def download(self, stream: Stream) -> None:
+        """Enqueues the copy of what a pass leaves here back to the host."""
+        stream.copy_to_host(self._host.ptr + 12, self.overflow.ptr, RESULT_BYTES)
 
     @property
     def overflow_site(self) -> int:
-        """The word that `download_overflow` brought, once the stream has been waited for."""
+        """What `download` brought, once the stream has been waited for."""
         site: int = _LIVE.unpack_from(self._bytes)[3]
         return site
+
+    @property
+    def likeliest(self) -> int:
+        """The token that `download` brought, likewise, of a pass that finds one."""
+        token: int = _GREEDY.unpack_from(self._bytes, _LIVE.size)[0]
+        return token
 
     def close(self) -> None:
         """Frees the block. Idempotent."""
@@ -121,7 +142,7 @@ class LiveBlock:
 def live_bytes(max_tokens: int) -> int:
     """Device bytes of a block."""
     return (
-        _LIVE.size
+        _HEADER_BYTES
         + max_sequences(max_tokens) * (_SEQUENCE.size + _STORED.size)
         + 4 * 4 * max_tokens
     )

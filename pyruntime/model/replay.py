@@ -12,7 +12,8 @@ graph's first replay.
 
 There are two graphs of a pass, each made when it is needed. One is of all of it, from the event
 that begins it to the one that ends it, if all that comes of it is the logits of all rows that are
-kept. Of these the address does change: the graph's launches of the head are updated where it has.
+kept, or the likeliest token by one row of them. Of logits the address does change: the graph's
+launches that make or read them are updated where it has.
 The other one is of upload and body, before whatever else is to come after that.
 """
 
@@ -37,7 +38,7 @@ from pyruntime.model.stats import Stats
 if TYPE_CHECKING:
     from pyruntime.model.decoder import Shape
 
-LOGITS = {"head": "c", "softcap": "x"}  # what launches of these roles call them
+LOGITS = {"head": "c", "softcap": "x", "scores": "logits"}  # what launches of these roles call them
 T = TypeVar("T", Event, Stream)
 log = logging.getLogger("pyruntime")
 
@@ -47,7 +48,8 @@ class Recorded:
 
     Attributes:
         shape: what it was recorded for. live: the block that it reads.
-        head: what makes the logits of all rows that are kept, once there is such a thing.
+        head: what makes the logits of all rows that are kept, and what `shape` has come of them,
+            once there is such a thing.
         runs: how often all of a pass has been enqueued.
         graph: of upload and body, once there is one. whole: of all of a pass, likewise.
         logits_at: the address of the logits of `whole`; 0: not known, or there are none.
@@ -197,7 +199,7 @@ class Replayer:
 
     def end(self, recorded: Recorded) -> None:
         """Enqueues the end of a pass, and counts it."""
-        recorded.live.download_overflow(self._stream)
+        recorded.live.download(self._stream)
         self._stream.record(self.ended)
         recorded.runs += 1
         if recorded.graph is not None:
@@ -228,7 +230,7 @@ class Replayer:
                 return ()
             head = recorded.head.launches if logits is not None and recorded.head else ()
             found = nodes(head, aside, overlap=self._overlap)
-            recorded.live.download_overflow(aside)
+            recorded.live.download(aside)
             aside.record_in_graph(self.ended)
             return found
 

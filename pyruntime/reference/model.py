@@ -122,7 +122,7 @@ class ReferenceModel:
         """All zero: only passes on a GPU are counted."""
         return Stats()
 
-    def warm(self, passes: Sequence[tuple[int, int, bool]]) -> list[Warmed]:
+    def warm(self, passes: Sequence[tuple[int, int, bool, bool]]) -> list[Warmed]:
         """None: there are no graphs."""
         return []
 
@@ -146,8 +146,10 @@ class ReferenceModel:
         ).logits
         return given
 
-    def run(self, batch: Batch) -> Output:
+    def run(self, batch: Batch, *, greedy: bool = False) -> Output:
         """Append the prompts of a batch to their caches.
+
+        A `greedy` one has one row of logits, and gives their argmax instead.
 
         Raises ValueError for a cache of another model or without room for its prompt, and
         NumericalError where a value is not finite; the caches then keep their lengths.
@@ -156,6 +158,8 @@ class ReferenceModel:
         sums = [x[p.hidden].sum(0, dtype=np.float64) for p, x in rows if len(p.hidden)]
         logits = [self._logits(x[p.logits]) for p, x in rows]
         batch.store()
+        if greedy:
+            return Output(None, np.array(sums), int(np.concatenate(logits).argmax()))
         return Output(np.concatenate(logits) if len(batch.logits) else None, np.array(sums))
 
     def score(

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from fake_driver import FakeDriver
 from goldens import GOLDEN
-from models import HEAD_DIM_64, write_model, write_wide_model
+from models import HEAD_DIM_64, HIDDEN, VOCAB, write_model, write_wide_model
 from numpy.typing import DTypeLike
 from numpy_kernels import NumpyKernels
 
@@ -131,6 +131,33 @@ def test_prompts(pair: Pair) -> None:
         pair.prefill(ids, logits=logits, hidden="last", repeats=2)
     stats = pair.gpu.stats()
     assert stats.hits and stats.graphs and not stats.failures
+
+
+def test_what_is_generated_is_the_argmax_of_logits(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of passes launched one by one and replayed, and of prompts of several."""
+    monkeypatch.setattr(Engine, "_stop_ids", frozenset())
+    engine = pair.gpu
+    for ids in pair.prompts(1, 11, 70):
+        found, expected, step = engine.generate(ids, 6), list[int](), ids.tolist()
+        cache = engine.new_cache(76)
+        for _ in range(6):
+            (logits,) = np.asarray(engine.prefill(step, cache=cache).logits)
+            step = [int(logits.argmax())]
+            expected += step
+        assert found == expected
+    assert any(name.startswith("scores_") for name in engine.launches())
+
+
+@pytest.mark.parametrize("device", ["cuda:0", "cpu"])
+def test_of_equal_logits_the_first_is_generated(
+    kernels: NumpyKernels, load: Load, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: str
+) -> None:
+    monkeypatch.setattr(Engine, "_stop_ids", frozenset())
+    tensors = {"output.weight": np.zeros((VOCAB, HIDDEN), np.float32)}
+    path = write_model(tmp_path / "m.gguf", set_tensors=tensors, head_dim=64, set_keys=HEAD_DIM_64)
+    assert load(model=path, device=device).generate([5, 6], 4) == [0] * 4
 
 
 def test_logits_of_a_graph_are_those_of_launches(pair: Pair, load: Load) -> None:

@@ -144,9 +144,12 @@ def test_each_pass_of_a_long_prompt_is_warmed(load: Load) -> None:
 
 def test_warm_steps_of_generate_are_replayed(load: Load) -> None:
     engine = load()
-    assert [w.fresh for w in engine.warm([1], continues=True)] == [False]
+    assert [w.fresh for w in engine.warm([1], logits="greedy", continues=True)] == [False]
     engine.generate([1], 3)
     assert (engine.stats().hits, engine.stats().misses) == (2, 1)
+    assert [w.kept for w in engine.warm([40], logits="greedy")] == [0, 0, 1]
+    engine.generate([1] * 40, 2)
+    assert (engine.stats().hits, engine.stats().misses) == (6, 1)
 
 
 def test_warming_makes_the_cache_that_would_drop_the_graphs(driver: FakeDriver, load: Load) -> None:
@@ -384,6 +387,18 @@ def test_a_value_out_of_range_shows_in_a_replay(
         assert cache.length == 0
     engine.prefill([1, 2], cache=cache)
     assert cache.length == 2 and engine.stats().hits == 3
+
+
+def test_a_value_out_of_range_ends_what_is_generated(
+    load: Load, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = load()
+    expected = engine.generate([1, 2], 6)
+    with monkeypatch.context() as patch:
+        patch.setattr(LiveBlock, "overflow_site", 4)
+        with pytest.raises(NumericalError, match="layer 0: the FFN norm"):
+            engine.generate([1, 2], 6)
+    assert engine.generate([1, 2], 6) == expected
 
 
 def test_a_graph_runs_on_the_callers_stream(driver: FakeDriver, load: Load) -> None:

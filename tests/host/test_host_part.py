@@ -1,4 +1,4 @@
-"""What the host does for a prefill that is replayed: calls of the driver, and functions of ours.
+"""What the host does for a pass that is replayed: calls of the driver, and functions of ours.
 
 After a rest all of it is cold, and the GPU waits for what comes before the graph is launched. So
 these are counts that nothing should add to unseen, not times.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -16,9 +17,11 @@ from typing import Any
 import numpy as np
 import pytest
 from fake_driver import FakeDriver
+from goldens import GOLDEN
 
 import pyruntime
 from pyruntime import Engine
+from pyruntime.model.live import RESULT_BYTES
 
 PACKAGE = str(Path(pyruntime.__file__).parent)
 DRIVER = [
@@ -30,6 +33,7 @@ MOVE = "cuGraphExecKernelNodeSetParams"  # where the logits of the call before a
 ENDS = DRIVER[:2], ["cuMemcpyDtoHAsync", "cuEventRecord", *DRIVER[2:]]
 BEFORE, WHOLE = 46, 61  # functions until the graph is launched, and of the call
 MOVED = 6, 10  # what there is more of either
+STEP = 62  # functions of a step of `generate`
 
 Load = Callable[..., Engine]
 
@@ -80,3 +84,43 @@ def test_a_replayed_prefill(
     assert before[0] <= BEFORE + more[0], Counter(functions[: before[0]])
     if weights == "fp16":
         assert len(functions) <= WHOLE + more[1], Counter(functions)
+
+
+@pytest.mark.parametrize(
+    ("stem", "weights"),
+    [("qwen2-q4_k_m", "fp16"), ("qwen2-q4_k_m", "int8"), ("gemma2-q8_0", "fp16")],
+)
+def test_a_step_of_generate(
+    driver: FakeDriver, load: Load, monkeypatch: pytest.MonkeyPatch, stem: str, weights: str
+) -> None:
+    """It takes the same calls, of which none brings logits, however many tokens there are."""
+    monkeypatch.setattr(Engine, "_stop_ids", frozenset())
+    engine = load(model=GOLDEN / f"tiny-{stem}.gguf", weights=weights)
+    engine.generate([1, 2], 4)
+    order: list[str] = []
+    functions: list[str] = []
+    replayed: list[tuple[int, int]] = []
+
+    def called(name: str, arguments: tuple[Any, ...]) -> None:
+        order.append(name)
+        if name == "cuGraphLaunch":
+            replayed.append((len(order), len(functions)))
+
+    def count(frame: FrameType, event: str, argument: object) -> None:
+        if event == "call" and frame.f_code.co_filename.startswith(PACKAGE):
+            functions.append(frame.f_code.co_name)
+
+    driver.hook = called
+    sys.setprofile(count)
+    try:
+        engine.generate([1, 2], 5)
+    finally:
+        sys.setprofile(None)
+        driver.hook = lambda name, arguments: None
+    assert len(replayed) == 5
+    for (first, made), (last, ended) in pairwise(replayed):
+        assert order[first:last] == [*DRIVER[2:], *DRIVER[:2]]
+        assert ended - made <= STEP, Counter(functions[made:ended])
+    for handle in driver.live["execs"]:
+        copies = [given for name, given in driver.graphs[handle].calls if "DtoH" in name]
+        assert [nbytes for _, _, nbytes, _ in copies] == [RESULT_BYTES]
