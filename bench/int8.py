@@ -108,15 +108,15 @@ def measure(path: Path, arms: Sequence[str], lengths: Sequence[int], rounds: int
             for arm, timed in prefills(engines, nt, rounds).items():
                 found[arm][f"nt{nt}"] = timed
         for arm, engine in engines.items():
-            model = gpu_model(engine)
+            device = gpu_model(engine).device
             found[arm]["generation"] = generation(engine, rounds)
+            found[arm]["peak_bytes"] = device.peak  # before buffers that are there for timing
             if engine.weights != "per-layer":  # that runs on two streams
                 roles = {nt: np.zeros(nt, np.int32) for nt in (1, *lengths)}
                 found[arm]["roles_ms"] = {nt: role_times(engine, x, 5) for nt, x in roles.items()}
             options = {"weights": engine.weights, "max_tokens": rows, "kv_tokens": rows}
             found[arm] |= {
                 "planned_bytes": Engine.plan(path, **options).total,
-                "peak_bytes": model.device.peak,
                 "max_tokens": engine.max_tokens,
             }
         last = gpu_model(engines[arms[0]])

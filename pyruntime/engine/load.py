@@ -174,7 +174,7 @@ class Engine(Texts):
         Nothing is allocated, and a device is asked for its free memory and compute capability only
         if weights are "auto" and `memory` is not given. Counted are our own arrays, not what the
         driver keeps for itself, nor staging buffers while weights are loaded: up to 128 MiB (more
-        for rows of over 8 MiB).
+        for rows of over 8 MiB), which are gone before activations and the cache come.
 
         Args:
             memory: free device memory in bytes. capability: the device's compute capability, such

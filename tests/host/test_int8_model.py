@@ -23,7 +23,7 @@ from pyruntime.driver.stream import Stream
 from pyruntime.errors import EngineError, NumericalError, UnsupportedModelError
 from pyruntime.gguf import GGUFFile
 from pyruntime.measure.wall import measure_wall
-from pyruntime.model import int8_layers, loader
+from pyruntime.model import footprint, int8_layers, loader
 from pyruntime.model.config import ModelConfig
 from pyruntime.model.decoder import Decoder, Shape
 from pyruntime.model.int8_layers import Int8Layers, Int8Options
@@ -135,6 +135,30 @@ def test_7b_takes_what_was_promised(qwen2_7b: Path) -> None:
         assert plan.nbytes["weights"] == sum(t.nbytes for t in file.tensors.values())
         assert without_planes(file, ModelConfig.from_gguf(file)) == {}
     assert plan.max_tokens == 2048 and plan.total <= 5.3e9
+
+
+@pytest.mark.parametrize("weights", ["fp16", "per-layer", "int8"])
+def test_7b_never_takes_more_than_planned(
+    driver: FakeDriver, load: Load, monkeypatch: pytest.MonkeyPatch, qwen2_7b: Path, weights: str
+) -> None:
+    """Nor while it is loaded: staging buffers are gone when what else it needs is allocated."""
+    driver.total = 1 << 36
+    driver.answers["cuMemcpyHtoDAsync"] = None
+    monkeypatch.setattr(GGUFFile, "read_into", lambda *arguments: None)
+    options = {"model": qwen2_7b, "weights": weights, "max_tokens": 2048, "kv_tokens": 2048}
+    engine, planned = load(**options), Engine.plan(**options)
+    del driver.answers["cuMemcpyHtoDAsync"]
+    device = engine.model.device
+    assert planned.nbytes["weights"] + 8 * loader.SLOT_BYTES < device.peak <= planned.total
+    for _ in range(3):
+        engine.prefill([1] * 2048)
+        engine.prefill([1])
+    assert device.peak == device.allocated == planned.total
+    monkeypatch.setattr(Engine, "_stop_ids", frozenset())
+    engine.generate([1] * 32, 64)  # in a cache of its own
+    more = footprint.cache_bytes(engine.config, 32 + 64)["kv_cache"]
+    assert device.peak == planned.total + more
+    assert weights != "int8" or device.peak <= 5.3e9
 
 
 def test_a_plane_is_read_while_it_holds_its_source(driver: FakeDriver, load: Load) -> None:
