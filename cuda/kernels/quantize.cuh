@@ -15,6 +15,8 @@
 // belong to eight rows: each writes whole sectors of scales and sums, which are group-major.
 //
 // Grid: norm and residual one block per Rows rows; the others (rows / Rows, columns / kColumns).
+// Where there are few rows, a norm's threads hold one, eight values each: it is read once, and the
+// weights, which lie in no cache by then, are asked for before the kernel before has ended.
 // Rows past the live ones are neither read nor written. Bytes per element: what is read (2, 4, 12
 // with 4 written, 4), 1 and 12 / 32.
 #pragma once
@@ -299,6 +301,56 @@ struct QuantizeNorm {
     }
     squares = row_sum<Threads, Rows>(squares, s.partial[0], QuantizeLane<Rows>{}.row);
     quantize_normed<Threads, Rows, Copy>(p, squares);
+  }
+};
+
+template <int Threads, bool Copy>
+struct QuantizeNormHeld {
+  static constexpr int kThreads = Threads, kMinBlocks = 1, kHeld = 8 * Threads;
+  static constexpr bool kWaitsItself = true;
+  static constexpr spec::Tile tile() {
+    return spec::Tile{}
+        .with("op", "norm")
+        .with("rows", 1)
+        .with("held", kHeld)  // columns at most
+        .with("copy", int(Copy));
+  }
+  SPEC_PARAMS(QUANTIZE_NORM_PARAMS)
+  SPEC_SMEM(QUANTIZE_PLANES)
+
+  static __device__ void run(const Params& p) {
+    Smem& s = spec::shared<Smem>();
+    const int64_t row = blockIdx.x;
+    const int first = 8 * threadIdx.x;
+    const bool here = first < p.columns;
+    float4 weights[2] = {}, in[2] = {};
+    if (here) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) weights[i] = reinterpret_cast<const float4*>(p.weight + first)[i];
+    }
+    // As in gemv_int8: the weights are asked for first, and not waited for.
+    __syncwarp();
+    const int rows = *static_cast<const volatile int32_t*>(p.rows);
+    ptx::dependency_wait();
+    if (row >= rows) return;
+    if (here) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i)
+        in[i] = reinterpret_cast<const float4*>(p.x + row * p.columns + first)[i];
+    }
+    const float squares = row_sum<Threads, 1>(square(in[0]) + square(in[1]), s.partial[0], 0);
+    const float scale = rsqrtf(squares / p.columns + p.eps);
+    float x[8];
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      x[4 * i] = in[i].x * scale * weights[i].x;
+      x[4 * i + 1] = in[i].y * scale * weights[i].y;
+      x[4 * i + 2] = in[i].z * scale * weights[i].z;
+      x[4 * i + 3] = in[i].w * scale * weights[i].w;
+    }
+    if constexpr (Copy)
+      if (here) store_checked(p.y + row * p.columns + first, x, p.overflow, p.site);
+    store_group(p, x, row, threadIdx.x / 4, threadIdx.x % 4, here);
   }
 };
 

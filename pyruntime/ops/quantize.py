@@ -186,12 +186,20 @@ def gated_quantize(
 
 
 def _kernel(library: Library, max_rows: int, k: int, **wanted: str | int) -> Kernel:
-    """The row for the most rows per block that leave two blocks for every multiprocessor."""
+    """The row for the most rows per block that leave two blocks for every multiprocessor.
+
+    Where rows are no more than multiprocessors, the smallest block that can hold one of them.
+    """
     found = [
         kernel
         for kernel in library.family("quantize")
         if wanted.items() <= kernel.spec.tile.items()
     ]
+    if max_rows <= library.device.sm_count:
+        holding = [kernel for kernel in found if _held(kernel) >= k]
+        if holding:
+            return min(holding, key=_held)
+    found = [kernel for kernel in found if not _held(kernel)]
     if not found:
         raise CubinError(f"no quantize kernel with {wanted}")
     found.sort(key=_rows)
@@ -202,6 +210,11 @@ def _kernel(library: Library, max_rows: int, k: int, **wanted: str | int) -> Ker
 
 def _rows(kernel: Kernel) -> int:
     return int(kernel.spec.tile["rows"])
+
+
+def _held(kernel: Kernel) -> int:
+    """The most columns of a kernel whose blocks hold a whole row; 0: of others."""
+    return int(kernel.spec.tile.get("held", 0))
 
 
 def _grid(kernel: Kernel, max_rows: int, k: int) -> tuple[int, int]:

@@ -160,7 +160,7 @@ def check_norm(
 
 @pytest.mark.parametrize("copy", [False, True])
 @pytest.mark.parametrize(("live", "rows"), SHAPES)
-@pytest.mark.parametrize("k", [32, 576, 3584])
+@pytest.mark.parametrize("k", [32, 576, 3584, 8192, 8224])
 def test_norm(gpu: Any, rng: np.random.Generator, k: int, live: int, rows: int, copy: bool) -> None:
     check_norm(gpu, rng, k, live, rows, copy)
 

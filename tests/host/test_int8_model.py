@@ -128,6 +128,17 @@ def test_planes_of_qwen2_7b(
     assert plain == (1 if options.planes == "folded" else 57)
 
 
+@pytest.mark.parametrize(("rows", "held"), [(1, 4096), (128, 4096), (136, 0), (2048, 0)])
+def test_norms_of_few_rows_hold_them(
+    decoder: Callable[[Int8Options], Decoder], rows: int, held: int
+) -> None:
+    """Of no more than there are multiprocessors; all but the last layer's second one."""
+    program = decoder(Int8Options()).recorded(Shape.single(rows, 2048)).body.programs[0]
+    tiles = [x.kernel.spec.tile for x in program.launches if x.kernel.spec.family == "quantize"]
+    found = [int(tile.get("held", 0)) for tile in tiles if tile["op"] == "norm"]
+    assert found == [held] * 55 + [4096]
+
+
 def test_7b_takes_what_was_promised(qwen2_7b: Path) -> None:
     """5.3 GB, a cache of 4096 tokens included, for passes of 2048 rows; weights as in the file."""
     plan = Engine.plan(qwen2_7b, weights="int8")
