@@ -86,6 +86,26 @@ def test_replays_are_bit_equal(stem: str, weights: str, overlap: str) -> None:
         assert eager.stats().captures == eager.stats().hits == 0
 
 
+@WEIGHTS
+@pytest.mark.parametrize("stem", HEADS)
+def test_what_is_generated_is_the_argmax_of_logits(
+    monkeypatch: pytest.MonkeyPatch, stem: str, weights: str
+) -> None:
+    """Of the same pass, while its graphs, and those of prompts, take turns."""
+    monkeypatch.setattr(Engine, "_stop_ids", frozenset())
+    with load(stem, weights=weights) as engine:
+        random = np.random.default_rng(8)
+        for n in (1, 30, 5):
+            ids = random.integers(0, engine.config.vocab, n)
+            found, expected, step = engine.generate(ids, 24), list[int](), ids.tolist()
+            cache = engine.new_cache(n + 24)
+            for _ in found:
+                (values,) = np.asarray(engine.prefill(step, cache=cache).logits)
+                step = [int(values.argmax())]
+                expected += step
+            assert found == expected
+
+
 @pytest.mark.parametrize("overlap", ["auto", "off"])
 @WEIGHTS
 @pytest.mark.parametrize("stem", HEADS)
