@@ -10,6 +10,7 @@ from fake_driver import CAPTURED, FakeDriver, stream_of
 from order import DEPENDENT
 
 from pyruntime import Engine
+from pyruntime.model.live import RESULT_BYTES
 
 Load = Callable[..., Engine]
 WEIGHTS = pytest.mark.parametrize("weights", ["fp16", "per-layer", "int8"])
@@ -41,7 +42,7 @@ def test_a_score_brings_three_numbers_per_target(
     for rows in (1, 4, 16):
         nbytes = rows * 4 * engine.config.vocab
         calls = calls_of(driver, lambda n=nbytes: engine.score(*TEXTS, logits_bytes=n))
-        assert copied_back(calls) == 12 * TARGETS + 4
+        assert copied_back(calls) == 12 * TARGETS + RESULT_BYTES
         made = [given[0] for name, given in calls if name == "cuMemAlloc"]
         assert made == [min(rows, TARGETS) * 4 * engine.config.vocab][: rows > 1]
 
@@ -54,7 +55,7 @@ def test_no_logits_are_brought_for_the_likeliest_tokens(
     engine = load(weights=weights)
     rows, tokens = [[0, 2], [6], [0]], [[5, -1], [-1], [7]]
     calls = calls_of(driver, lambda: engine.score_rows(TEXTS[0], rows, tokens, top=top))
-    assert copied_back(calls) == 4 * (1 + 2 * top) * 4 + 4
+    assert copied_back(calls) == 4 * (1 + 2 * top) * 4 + RESULT_BYTES
 
 
 @WEIGHTS
@@ -64,7 +65,7 @@ def test_a_vector_is_all_that_is_brought(
 ) -> None:
     engine = load(weights=weights)
     calls = calls_of(driver, lambda: engine.embed(TEXTS[0], pooling=pooling))
-    assert copied_back(calls) == 4 * engine.config.hidden * len(TEXTS[0]) + 4
+    assert copied_back(calls) == 4 * engine.config.hidden * len(TEXTS[0]) + RESULT_BYTES
     assert not [name for name, _ in calls if name == "cuMemAlloc"]
 
 
