@@ -195,6 +195,13 @@ __device__ __forceinline__ const uint8_t* address_of(const uint8_t* base, uint32
   return address;
 }
 
+// threadIdx.x, read once more: the compiler keeps nothing that was computed from it before.
+__device__ __forceinline__ int thread_again() {
+  int thread;
+  asm volatile("mov.u32 %0, %%tid.x;\n" : "=r"(thread));
+  return thread;
+}
+
 // ld.shared.v4 and st.shared.v4 by address.
 __device__ __forceinline__ uint4 load_shared(uint32_t shared) {
   uint4 v;

@@ -16,7 +16,8 @@
 // return.
 //
 // Block: (BN / 32) x (BM / kTokens) x Split warps. Split warps take every Split-th step of k each,
-// and their sums are added up in order.
+// and their sums are added up in order. Three blocks to a multiprocessor hide more of each other's
+// waits than two do: what only copies and the end need is kept in shared memory for that.
 //
 // A slot of the ring holds Split steps of 128 elements. Rows past n or m are not copied: what
 // shared memory holds there only gets into results that are not stored. Columns past k are zeros.
@@ -71,11 +72,14 @@ template <class Block, int BM, int BN, int Split, int Stages, int Blocks, int Co
 struct GemmInt8 {
   using Of = quant::Operands<Block>;
   using Planes = quant::Planes<Block>;
+  // A warp's most tokens, and whether registers are left for loads ahead (see `fence`).
   // Of sm_120 ptxas spills in a warp with 64 tokens, however many registers it has.
 #if __CUDA_ARCH__ >= 1200
   static constexpr int kMostTokens = 32;
+  static constexpr bool kRoomy = false;
 #else
-  static constexpr int kMostTokens = 64;
+  static constexpr bool kRoomy = BM == 64 && Split == 1 && Blocks == 2;
+  static constexpr int kMostTokens = BM >= 128 && Blocks > 1 ? 128 : 64;
 #endif
   static constexpr int kTokens = BM < kMostTokens ? BM : kMostTokens, kPairs = kTokens / 16;
   static constexpr int kWarpsM = BN / 32, kWarpsN = BM / kTokens;
@@ -175,26 +179,41 @@ struct GemmInt8 {
   };
 
   // Where a thread's chunks come from in the first slot; those of later slots lie `index` times as
-  // many bytes further. Pointers are as many registers as would be missed: most are kept in shared
-  // memory, two to a load.
+  // many bytes further. Pointers are as many registers as would be missed: they are kept in shared
+  // memory, two to a load. `mine`: 16 bytes for each thread before.
   template <int Count>
   struct Sources {
     static constexpr int kPairs = (Count + 1) / 2;
-    uint32_t pairs;
+    uint32_t pairs;  // of the first thread
 
-    __device__ explicit Sources(uint32_t place) : pairs(place + threadIdx.x * 16) {}
-    __device__ void set(int i, const uint8_t* source) const {
-      ptx::store_shared_pointer(pairs + i / 2 * kThreads * 16 + i % 2 * 8, source);
+    __device__ explicit Sources(uint32_t place) : pairs(place) {}
+    __device__ void set(int i, const uint8_t* source) {
+      ptx::store_shared_pointer(pairs + (i / 2 * kThreads + threadIdx.x) * 16 + i % 2 * 8, source);
     }
-    template <class Copy>
-    __device__ __forceinline__ void each(uint32_t index, uint32_t bytes, Copy&& copy) const {
+    // All are loaded before the first copy: they wait together, and ptxas pads between the two.
+    __device__ __forceinline__ void load(const uint8_t* (&source)[Count], uint32_t mine) const {
 #pragma unroll
       for (int pair = 0; pair < kPairs; ++pair) {
         const uint8_t *first, *second;
-        ptx::load_shared_pointers(first, second, pairs + pair * kThreads * 16);
-        copy(2 * pair, ptx::address_of(first, index, bytes));
-        if (2 * pair + 1 < Count) copy(2 * pair + 1, ptx::address_of(second, index, bytes));
+        ptx::load_shared_pointers(first, second, pairs + mine + pair * kThreads * 16);
+        source[2 * pair] = first;
+        if (2 * pair + 1 < Count) source[2 * pair + 1] = second;
       }
+    }
+  };
+
+  // The same in registers, of which a warp has more to spare if it shares k with others; those
+  // blocks need their shared memory.
+  template <int Count>
+  struct KeptSources {
+    static constexpr int kPairs = 0;
+    const uint8_t* all[Count];
+
+    __device__ explicit KeptSources(uint32_t) {}
+    __device__ void set(int i, const uint8_t* source) { all[i] = source; }
+    __device__ __forceinline__ void load(const uint8_t* (&source)[Count], uint32_t) const {
+#pragma unroll
+      for (int i = 0; i < Count; ++i) source[i] = all[i];
     }
   };
 
@@ -206,6 +225,7 @@ struct GemmInt8 {
   struct RowCopy : Chunks<Rows, RowBytes, Parts> {
     using Base = Chunks<Rows, RowBytes, Parts>;
     static constexpr int kSources = Base::kCount;
+    using Loaded = const uint8_t* [kSources];
     Sources<kSources> from;
     uint32_t to;  // the first chunk's place in a slot
 
@@ -222,9 +242,11 @@ struct GemmInt8 {
     }
 
     template <int Ahead, int Bytes, int Copied = 16>
-    __device__ __forceinline__ void copy(uint32_t slot, int index, int left,
+    __device__ __forceinline__ void copy(const Loaded& loaded, uint32_t slot, int index, int left,
                                          const uint8_t* safe) const {
-      from.each(index, Bytes, [&](int i, const uint8_t* source) {
+#pragma unroll
+      for (int i = 0; i < kSources; ++i) {
+        const uint8_t* source = ptx::address_of(loaded[i], index, Bytes);
         if (!Base::has(i)) return;
         const uint32_t there =
             slot + to + Base::row(i) * RowBytes + Base::part(i) * Rows * RowBytes;
@@ -238,7 +260,7 @@ struct GemmInt8 {
           for (int byte = 0; byte < 16; ++byte)
             ptx::store_shared_byte(there + byte, live ? source[byte] : 0);
         }
-      });
+      }
     }
   };
 
@@ -247,6 +269,7 @@ struct GemmInt8 {
   struct WordCopy {
     static constexpr int kAll = Parts * Rows * 4, kSources = kAll / kThreads;
     static_assert(kAll % kThreads == 0);
+    using Loaded = const uint8_t* [kSources];
     Sources<kSources> from;
 
     __device__ WordCopy(uint32_t sources, const uint8_t* tile, int present, int row_bytes)
@@ -259,13 +282,15 @@ struct GemmInt8 {
       }
     }
     template <int Ahead, int Bytes>
-    __device__ __forceinline__ void copy(uint32_t slot, int index, int left,
+    __device__ __forceinline__ void copy(const Loaded& loaded, uint32_t slot, int index, int left,
                                          const uint8_t* safe) const {
-      from.each(index, Bytes, [&](int i, const uint8_t* source) {
+#pragma unroll
+      for (int i = 0; i < kSources; ++i) {
+        const uint8_t* source = ptx::address_of(loaded[i], index, Bytes);
         const int word = i * kThreads + threadIdx.x;
         const bool live = word / (4 * Rows) * 16 + word % 4 * 4 < left;
         ptx::copy_async_4(slot + word * 4, live ? source : safe, live ? 4 : 0);
-      });
+      }
     }
   };
 
@@ -276,8 +301,10 @@ struct GemmInt8 {
     static constexpr int kInPart = Bytes / Unit, kAll = Parts * kInPart;
     static constexpr int kCount = (kAll + kThreads - 1) / kThreads;
     static_assert(Unit == 16 || kThreads % kInPart == 0);
-    const uint8_t* from[kCount];
-    uint32_t to;
+    using Loaded = const uint8_t* [kCount];
+    std::conditional_t<Split == 1, Sources<kCount>, KeptSources<kCount>> from;
+    static constexpr int kSourcePairs = decltype(from)::kPairs;
+    uint32_t column_to;  // a thread's first column
 
     static __device__ int part(int i) { return (i * kThreads + threadIdx.x) / kInPart; }
     static __device__ int unit(int i) { return (i * kThreads + threadIdx.x) % kInPart; }
@@ -285,34 +312,40 @@ struct GemmInt8 {
       return part / 4 * kInPart * 16 + part % 4 * 4;
     }
 
-    __device__ SideCopy(const void* tile, int present_bytes, int64_t stride) {
-      to = kept(Unit == 16 ? threadIdx.x * 16 : unit(0) * 16 + column(part(0)));
+    __device__ SideCopy(uint32_t sources, const void* tile, int present_bytes, int64_t stride)
+        : from(sources) {
+      if constexpr (Unit == 4) column_to = kept(unit(0) * 16 + column(part(0)));
 #pragma unroll
       for (int i = 0; i < kCount; ++i)
-        from[i] = static_cast<const uint8_t*>(tile) + part(i) * stride +
-                  min(unit(i), (present_bytes - 1) / Unit) * Unit;
+        from.set(i, static_cast<const uint8_t*>(tile) + part(i) * stride +
+                        min(unit(i), (present_bytes - 1) / Unit) * Unit);
     }
-    __device__ __forceinline__ void copy(uint32_t slot, int index, uint32_t stride, int left,
+    __device__ __forceinline__ void copy(const Loaded& loaded, uint32_t mine, uint32_t slot,
+                                         int index, uint32_t stride, int left,
                                          const uint8_t* safe) const {
 #pragma unroll
       for (int i = 0; i < kCount; ++i) {
+        const uint8_t* source = ptx::address_of(loaded[i], index, stride);
         const bool live = !kTail || part(i) < left;
         const int more = Unit == 16 ? i * kThreads * 16 : column(i * kThreads / kInPart);
-        const uint8_t* source = ptx::address_of(from[i], index, stride);
         if (kTail && !live) source = safe;
-        if ((i + 1) * kThreads > kAll && i * kThreads + threadIdx.x >= kAll) break;
+        if ((i + 1) * kThreads > kAll && i * kThreads + threadIdx.x >= kAll) return;
         if constexpr (Unit == 16)
-          ptx::copy_async_16(slot + to + more, source, live ? 16 : 0);
+          ptx::copy_async_16(slot + mine + more, source, live ? 16 : 0);
         else
-          ptx::copy_async_4(slot + to + more, source, live ? 4 : 0);
+          ptx::copy_async_4(slot + column_to + more, source, live ? 4 : 0);
       }
     }
   };
 
   struct None {
-    static constexpr int kSources = 0;
+    static constexpr int kSources = 0, kSourcePairs = 0;
+    struct Loaded {};
+    struct {
+      __device__ void load(Loaded&, uint32_t) const {}
+    } from;
     __device__ None(uint32_t, const uint8_t*, int, int) {}
-    __device__ None(const void*, int, int64_t) {}
+    __device__ None(uint32_t, const void*, int, int64_t) {}
   };
 
   template <int Index>
@@ -334,7 +367,17 @@ struct GemmInt8 {
   using ActivationCopy = RowCopy<BM, 128, Split, false>;
   static constexpr int kHighAt = (RawCopy::kSources + 1) / 2;
   static constexpr int kActivationsAt = kHighAt + (HighCopy::kSources + 1) / 2;
-  static constexpr int kSourcePairs = kActivationsAt + (ActivationCopy::kSources + 1) / 2;
+  using Head0Copy = SideCopy<BN * kHead0Row, kSlotBlocks, 16>;
+  using Head1Copy =
+      std::conditional_t<(kHeads > 1), SideCopy<BN * kHead1Row, kSlotBlocks, 16>, None>;
+  using ScaleCopy = SideCopy<kScaleRow, Split * kGroups, 16>;
+  using SumCopy = std::conditional_t<kSums, SideCopy<BM * 4, Split * kGroups, 4>, None>;
+  static constexpr int kHead0At = kActivationsAt + (ActivationCopy::kSources + 1) / 2;
+  static constexpr int kHead1At = kHead0At + Head0Copy::kSourcePairs;
+  static constexpr int kScalesAt = kHead1At + Head1Copy::kSourcePairs;
+  static constexpr int kSumsAt = kScalesAt + ScaleCopy::kSourcePairs;
+  static constexpr int kPlaceAt = kSumsAt + SumCopy::kSourcePairs;
+  static constexpr int kSourcePairs = kPlaceAt + (Split == 1);
 
   SPEC_SMEM(GEMM_INT8_PLANES)
 
@@ -342,68 +385,102 @@ struct GemmInt8 {
   struct Copies {
     static constexpr int kTurns = Of::kSuper && Split == 1 ? 2 : 1;
     static constexpr int kHighStep = Of::kHighWhole ? kHighParts * Of::kHigh : Split * Of::kHigh;
+    uint32_t mine;  // bytes of the threads before
     RawCopy raw;
     HighCopy high;
-    SideCopy<BN * kHead0Row, kSlotBlocks, 16> head0;
-    std::conditional_t<(kHeads > 1), SideCopy<BN * kHead1Row, kSlotBlocks, 16>, None> head1;
+    Head0Copy head0;
+    Head1Copy head1;
     ActivationCopy x;
-    SideCopy<kScaleRow, Split * kGroups, 16> scales;
-    std::conditional_t<kSums, SideCopy<BM * 4, Split * kGroups, 4>, None> sums;
+    ScaleCopy scales;
+    SumCopy sums;
 
     __device__ Copies(const Params& p, const Place& place, uint32_t sources)
-        : raw(sources, plane_of<0>(p, place), place.rows, row_bytes_of<0>(place)),
+        : mine(kept(threadIdx.x * 16)),
+          raw(sources, plane_of<0>(p, place), place.rows, row_bytes_of<0>(place)),
           high(sources + kHighAt * kThreads * 16, plane_of<1>(p, place), place.rows,
                row_bytes_of<1>(place)),
-          head0(plane_of<kFirstHead>(p, place), place.rows * kHead0Row, p.n * kHead0Row),
-          head1(plane_of<kLastHead>(p, place), place.rows * kHead1Row, p.n * kHead1Row),
+          head0(sources + kHead0At * kThreads * 16, plane_of<kFirstHead>(p, place),
+                place.rows * kHead0Row, p.n * kHead0Row),
+          head1(sources + kHead1At * kThreads * 16, plane_of<kLastHead>(p, place),
+                place.rows * kHead1Row, p.n * kHead1Row),
           x(sources + kActivationsAt * kThreads * 16,
             reinterpret_cast<const uint8_t*>(p.x) + int64_t(place.token0) * p.k, place.tokens, p.k),
-          scales(p.scales + int64_t(place.token0) * 2, place.tokens * 8, int64_t(p.stride) * 8),
-          sums(p.sums + place.token0, place.tokens * 4, int64_t(p.stride) * 4) {}
+          scales(sources + kScalesAt * kThreads * 16, p.scales + int64_t(place.token0) * 2,
+                 place.tokens * 8, int64_t(p.stride) * 8),
+          sums(sources + kSumsAt * kThreads * 16, p.sums + place.token0, place.tokens * 4,
+               int64_t(p.stride) * 4) {}
+
+    struct Weights {
+      typename RawCopy::Loaded raw;
+      typename HighCopy::Loaded high;
+      typename Head0Copy::Loaded head0;
+      typename Head1Copy::Loaded head1;
+    };
+    struct Activations {
+      typename ActivationCopy::Loaded x;
+      typename ScaleCopy::Loaded scales;
+      typename SumCopy::Loaded sums;
+    };
+    __device__ __forceinline__ void load(Weights& w) const {
+      raw.from.load(w.raw, mine), high.from.load(w.high, mine);
+      head0.from.load(w.head0, mine), head1.from.load(w.head1, mine);
+    }
+    __device__ __forceinline__ void load(Activations& a) const {
+      x.from.load(a.x, mine), scales.from.load(a.scales, mine), sums.from.load(a.sums, mine);
+    }
 
     // `Half`: which turn of its super-block this is.
     template <int Half>
-    __device__ __forceinline__ void weights(const Params& p, const Place& place, int turn,
-                                            uint32_t slot) const {
+    __device__ __forceinline__ void copy(const Weights& from, const Params& p, const Place& place,
+                                         int turn, uint32_t slot) const {
       const int index = turn / kTurns;
       raw.template copy<Half * Of::kRaw, kTurns * Split * Of::kRaw, CopyBytes>(
-          slot, index, row_bytes_of<0>(place) - turn * Split * Of::kRaw, p.w);
+          from.raw, slot, index, row_bytes_of<0>(place) - turn * Split * Of::kRaw, p.w);
       if constexpr (Of::kHigh > 0)
         high.template copy<Of::kHighWhole ? 0 : Half * Of::kHigh,
                            Of::kHighWhole ? kHighStep : kTurns * kHighStep>(
-            slot + kRawBytes, index, row_bytes_of<1>(place) - turn * kHighStep, p.w);
+            from.high, slot + kRawBytes, index, row_bytes_of<1>(place) - turn * kHighStep, p.w);
       const int left = place.row_blocks - index * kSlotBlocks;
       const uint32_t heads = slot + kRawBytes + kHighBytes;
-      head0.copy(heads, index, kSlotBlocks * kHead0Row * p.n, left, p.w);
+      head0.copy(from.head0, mine, heads, index, kSlotBlocks * kHead0Row * p.n, left, p.w);
       if constexpr (kHeads > 1)
-        head1.copy(heads + kHead0Bytes, index, kSlotBlocks * kHead1Row * p.n, left, p.w);
+        head1.copy(from.head1, mine, heads + kHead0Bytes, index, kSlotBlocks * kHead1Row * p.n,
+                   left, p.w);
     }
 
     template <int Half>
-    __device__ __forceinline__ void activations(const Params& p, int turn, uint32_t slot,
-                                                uint32_t factors) const {
+    __device__ __forceinline__ void copy(const Activations& from, const Params& p, int turn,
+                                         uint32_t slot, uint32_t factors) const {
       const auto* safe = reinterpret_cast<const uint8_t*>(p.x);
-      x.template copy<Half * 128, kTurns * Split * 128>(slot, turn / kTurns,
+      x.template copy<Half * 128, kTurns * Split * 128>(from.x, slot, turn / kTurns,
                                                         p.k - turn * Split * 128, safe);
       const int left = p.k / 32 - turn * Split * kGroups;
-      scales.copy(factors, turn, Split * kGroups * 8 * p.stride, left, safe);
+      scales.copy(from.scales, mine, factors, turn, Split * kGroups * 8 * p.stride, left, safe);
       if constexpr (kSums)  // those of four groups of a token side by side: an operand of an mma
-        sums.copy(factors + kScaleBytes, turn, Split * kGroups * 4 * p.stride, left, safe);
+        sums.copy(from.sums, mine, factors + kScaleBytes, turn, Split * kGroups * 4 * p.stride,
+                  left, safe);
     }
   };
 
   // ---- Products.
-  // A lane's places in slot 0 of shared memory.
-  struct Lane {
-    int lane, part, warp_row, warp_token;
+  // Where in the tile a lane works.
+  struct Work {
+    int warp, lane, part, warp_row, warp_token;
+
+    __device__ explicit Work(int thread)
+        : warp(thread / 32),
+          lane(thread % 32),
+          part(warp / (kWarpsM * kWarpsN)),
+          warp_row(warp % kWarpsM * 32),
+          warp_token(warp / kWarpsM % kWarpsN * kTokens) {}
+  };
+
+  // And its places in slot 0 of shared memory.
+  struct Lane : Work {
+    using Work::lane, Work::part, Work::warp_row, Work::warp_token;
     uint32_t x, raw, high, high_words, scale, sum;
 
-    __device__ explicit Lane(Smem& s) {
-      const int warp = threadIdx.x / 32;
-      lane = threadIdx.x % 32;
-      part = warp / (kWarpsM * kWarpsN);
-      warp_row = warp % kWarpsM * 32;
-      warp_token = warp / kWarpsM % kWarpsN * kTokens;
+    __device__ explicit Lane(Smem& s) : Work(threadIdx.x) {
       const int token = warp_token + lane / 16 * 8 + lane % 8, f = warp_row + lane % 16;
       x = kept(ptx::shared_address(s.x) + part * BM * 128 + chunk_place<128>(token, lane / 8 % 2));
       const uint32_t w = ptx::shared_address(s.w);
@@ -440,6 +517,7 @@ struct GemmInt8 {
   };
 
   // What is loaded after it is not loaded before: ptxas would fetch more ahead than fits registers.
+  // Where registers are left, every other is left out: each is an instruction, and loads wait less.
   static __device__ __forceinline__ void fence() { __syncwarp(); }
 
   // One step of a warp; `half` of the super-block, if there is one.
@@ -479,45 +557,29 @@ struct GemmInt8 {
     __syncwarp();
     const float4* mine = reinterpret_cast<const float4*>(own) + at.lane / 4;  // of rows 4 l / 4 ...
 
-    if constexpr (kSums) {
-      uint32_t a[2][4];
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        const float* min = own + kScales * 32 + i * kMinFragment;
-        const uint4 bits =
-            *reinterpret_cast<const uint4*>(min + at.lane % 4 * kMinGroup + at.lane / 4 * 4);
-        a[i][0] = bits.x, a[i][1] = bits.y, a[i][2] = bits.z, a[i][3] = bits.w;
-      }
-#pragma unroll
-      for (int pair = 0; pair < kPairs; ++pair) {
-        uint32_t b[4];  // twice the same of either eight tokens
-        ptx::load_matrix_x4(b, at.sum + f_slot + pair * 16 * 16);
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-          ptx::mma_1688(acc[i][2 * pair], a[i], b[0], b[1]);
-          ptx::mma_1688(acc[i][2 * pair + 1], a[i], b[2], b[3]);
-        }
-      }
-    }
+    const float* min = own + kScales * 32 + at.lane % 4 * kMinGroup + at.lane / 4 * 4;
     float4 minus;
     if constexpr (kProducts) minus = mine[2 * kScales * 8];
 
     quant::Raw raw[2];
     fence();
-    group<0>(acc, at, raw, mine, minus, w_slot, x_slot, f_slot, half);
+    group<0>(acc, at, raw, mine, min, minus, w_slot, x_slot, f_slot, half);
     fence();
-    group<1>(acc, at, raw, mine, minus, w_slot, x_slot, f_slot, half);
+    group<1>(acc, at, raw, mine, min, minus, w_slot, x_slot, f_slot, half);
     fence();
-    group<2>(acc, at, raw, mine, minus, w_slot, x_slot, f_slot, half);
+    group<2>(acc, at, raw, mine, min, minus, w_slot, x_slot, f_slot, half);
     fence();
-    group<3>(acc, at, raw, mine, minus, w_slot, x_slot, f_slot, half);
+    group<3>(acc, at, raw, mine, min, minus, w_slot, x_slot, f_slot, half);
   }
 
   template <int G>
   static __device__ __forceinline__ void group(Accumulators& acc, const Lane& at,
                                                quant::Raw (&raw)[2], const float4* mine,
-                                               const float4& minus, uint32_t w_slot,
-                                               uint32_t x_slot, uint32_t f_slot, int half) {
+                                               const float* min, const float4& minus,
+                                               uint32_t w_slot, uint32_t x_slot, uint32_t f_slot,
+                                               int half) {
+    // When they take the fewest registers, as ptxas has it.
+    constexpr bool kMins = kSums && G == (Split == 1 ? 0 : kGroups - 1);
     constexpr int kParts = 32 / Of::kSub;
     uint32_t a[2][4];
 #pragma unroll
@@ -532,6 +594,14 @@ struct GemmInt8 {
       const float4 four = mine[(G * kParts + part) * 8];
       w[part][0] = four.x, w[part][1] = four.y, w[part][2] = four.z, w[part][3] = four.w;
     }
+    uint32_t mins[2][4];
+    if constexpr (kMins) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const uint4 bits = *reinterpret_cast<const uint4*>(min + i * kMinFragment);
+        mins[i][0] = bits.x, mins[i][1] = bits.y, mins[i][2] = bits.z, mins[i][3] = bits.w;
+      }
+    }
     uint32_t m[2][4];
     float less[4];
     if constexpr (kProducts) {
@@ -545,7 +615,7 @@ struct GemmInt8 {
     }
 #pragma unroll
     for (int pair = 0; pair < kPairs; ++pair) {
-      if (pair) fence();
+      if (pair % (kRoomy ? 2 : 1) == 0 && pair) fence();
       uint32_t b[4];
       ptx::load_matrix_x4(b, (at.x ^ G * 32) + x_slot + pair * 16 * 128);
 #pragma unroll
@@ -579,6 +649,16 @@ struct GemmInt8 {
           }
         }
       }
+      if constexpr (kMins) {
+        if constexpr (!kRoomy) fence();
+        uint32_t sums[4];  // twice the same of either eight tokens
+        ptx::load_matrix_x4(sums, at.sum + f_slot + pair * 16 * 16);
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          ptx::mma_1688(acc[i][2 * pair], mins[i], sums[0], sums[1]);
+          ptx::mma_1688(acc[i][2 * pair + 1], mins[i], sums[2], sums[3]);
+        }
+      }
     }
   }
 
@@ -593,22 +673,32 @@ struct GemmInt8 {
     const Place place{row0, token0, p.n - row0, m - token0, p.k / Block::kElements};
 
     Smem& s = spec::shared<Smem>();
+    // What only the end needs is kept where pointers are.
+    if constexpr (Split == 1) {
+      uint64_t* place_kept = s.sources[kPlaceAt][threadIdx.x];
+      place_kept[0] = uint64_t(place.row0) << 32 | uint32_t(place.token0);
+      place_kept[1] = uint64_t(place.rows) << 32 | uint32_t(place.tokens);
+    }
     const uint32_t x = ptx::shared_address(s.x), w = ptx::shared_address(s.w);
     const uint32_t factors = ptx::shared_address(s.factors);
-    const int slots = (p.k + Split * quant::kStep - 1) / (Split * quant::kStep);  // of k in all
+    constexpr int kSlot = Split * quant::kStep;  // columns of k
     const Copies copies(p, place, ptx::shared_address(s.sources));
     constexpr int kAhead = Stages - 1;
     static_assert(Copies::kTurns == 1 || Stages <= 2, "a slot is always the same half");
     // Weights, which no kernel writes, need not wait for the kernel before.
 #pragma unroll
     for (int turn = 0; turn < kAhead; ++turn) {
-      if (turn < slots) copies.template weights<0>(p, place, turn, w + turn * kW);
+      typename Copies::Weights from;
+      copies.load(from);
+      if (turn * kSlot < p.k) copies.template copy<0>(from, p, place, turn, w + turn * kW);
     }
     ptx::dependency_wait();
 #pragma unroll
     for (int turn = 0; turn < kAhead; ++turn) {
-      if (turn < slots)
-        copies.template activations<0>(p, turn, x + turn * kX, factors + turn * kFactors);
+      typename Copies::Activations from;
+      copies.load(from);
+      if (turn * kSlot < p.k)
+        copies.template copy<0>(from, p, turn, x + turn * kX, factors + turn * kFactors);
       ptx::copy_async_commit();  // the first group has all of these weights
     }
 
@@ -618,10 +708,13 @@ struct GemmInt8 {
       if constexpr (Stages > 1) ptx::copy_async_wait<(Stages > 1 ? Stages - 2 : 0)>();
       __syncthreads();
       constexpr int kHalf = decltype(copied_half)::value;
-      if (turn + kAhead < slots) {
-        copies.template weights<kHalf>(p, place, turn + kAhead, w + next * kW);
-        copies.template activations<kHalf>(p, turn + kAhead, x + next * kX,
-                                           factors + next * kFactors);
+      if ((turn + kAhead) * kSlot < p.k) {
+        typename Copies::Weights weights;
+        typename Copies::Activations activations;
+        copies.load(weights), copies.load(activations);
+        copies.template copy<kHalf>(weights, p, place, turn + kAhead, w + next * kW);
+        copies.template copy<kHalf>(activations, p, turn + kAhead, x + next * kX,
+                                    factors + next * kFactors);
       }
       ptx::copy_async_commit();
       if constexpr (Stages == 1) {
@@ -632,34 +725,37 @@ struct GemmInt8 {
     };
     if constexpr (Copies::kTurns == 2) {
 #pragma unroll 1
-      for (int turn = 0; turn < slots; turn += 2) {
+      for (int turn = 0; turn * kSlot < p.k; turn += 2) {
         turn_of(turn, 0, kAhead, 0, std::integral_constant<int, kAhead>());
         turn_of(turn + 1, kAhead, 0, 1, std::integral_constant<int, 1 - kAhead>());
       }
     } else {
       int slot = 0, next = kAhead;
 #pragma unroll 1
-      for (int turn = 0; turn < slots; ++turn) {
+      for (int turn = 0; turn * kSlot < p.k; ++turn) {
         turn_of(turn, slot, next, (turn * Split + at.part) % 2, std::integral_constant<int, 0>());
         slot = slot + 1 == Stages ? 0 : slot + 1;
         next = next + 1 == Stages ? 0 : next + 1;
       }
     }
+    const Work work(ptx::thread_again());
     if constexpr (Split > 1) {
-      store_parts(p, s, at, acc, place);
+      store_parts(p, s, work, acc, place);
     } else {
+      const uint4 all = ptx::load_shared(ptx::shared_address(s.sources[kPlaceAt]) + copies.mine);
+      const Place there{int(all.y), int(all.x), int(all.w), int(all.z)};
       constexpr int kCount = kTokens / 8 < 4 ? kTokens / 8 : 4;
 #pragma unroll
-      for (int j = 0; j < kTokens / 8; j += kCount) store<kCount>(p, at, acc, j, place);
+      for (int j = 0; j < kTokens / 8; j += kCount) store<kCount>(p, work, acc, j, there);
     }
   }
 
   // Adds up the parts of k in order; a warp stores every Split-th fragment.
-  static __device__ __forceinline__ void store_parts(const Params& p, Smem& s, const Lane& at,
+  static __device__ __forceinline__ void store_parts(const Params& p, Smem& s, const Work& at,
                                                      Accumulators& acc, const Place& place) {
     __syncthreads();
     auto& parts = s.parts();
-    const int warp = threadIdx.x / 32, first = warp % (kWarpsM * kWarpsN);
+    const int warp = at.warp, first = warp % (kWarpsM * kWarpsN);
 #pragma unroll
     for (int i = 0; i < 2; ++i)
 #pragma unroll
@@ -686,7 +782,7 @@ struct GemmInt8 {
 
   // Fragments j ... j + Count - 1 of both halves: of each token four rows that follow each other.
   template <int Count, int Columns>
-  static __device__ __forceinline__ void store(const Params& p, const Lane& at,
+  static __device__ __forceinline__ void store(const Params& p, const Work& at,
                                                const float (&acc)[2][Columns][4], int j,
                                                const Place& place) {
     const int row = at.warp_row + at.lane / 4 * 4;

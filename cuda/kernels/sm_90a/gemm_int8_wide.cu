@@ -2,5 +2,5 @@
 
 #define GEMM_INT8_WIDE(type, bm, bn, split, stages, blocks)                   \
   KERNEL(int8_wide_##type##_m##bm##_n##bn##_k##split##_s##stages##_b##blocks, \
-         GemmInt8<quant::block_##type, bm, bn, split, stages, blocks, 16, false>)
+         GemmInt8<quant::block_##type, bm, bn, split, stages, blocks, 16, true>)
 #include "../../table.def"
