@@ -1,0 +1,59 @@
+"""The main loops of int8 products as installed: issue slots per mma, and what must not be there."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+from pyruntime.cubin import nvdisasm
+from pyruntime.cubin.facts import KernelFacts, read_cubin
+from pyruntime.cubin.installed import manifest, root
+from pyruntime.cubin.loops import loops
+from pyruntime.cubin.sass import Instruction
+from pyruntime.errors import ToolError
+
+# The most instructions that a warp issues in a step, for each of its mma of 8-bit integers: scales,
+# copies, loads, unpacking and 8 FFMA of the fold. A bound is what ptxas 13.0 makes, rounded up.
+# Of sm_80 moves are separate instructions; of sm_120 a warp has half the tokens.
+SLOTS = {
+    "int8_q4_k_m64_n128_k1_s2_b3": {"80": 15.0, "90a": 13.0, "100": 13.0, "120": 15.0},
+    "int8_q6_k_m64_n128_k1_s2_b3": {"80": 14.5, "90a": 12.0, "100": 12.0, "120": 14.0},
+    "int8_wide_q4_k_m128_n128_k1_s2_b2": {"90a": 12.0},
+    "int8_wide_q6_k_m128_n128_k1_s2_b2": {"90a": 11.0},
+}
+CASES = [
+    (architecture, name)
+    for architecture in manifest()["architectures"]
+    for name, slots in SLOTS.items()
+    if architecture in slots
+]
+
+
+def kernel_of(architecture: str, name: str) -> KernelFacts:
+    file = "gemm_int8_wide" if "wide" in name else "gemm_int8"
+    data = (root() / f"sm_{architecture}" / f"{file}.cubin").read_bytes()
+    return next(kernel for kernel in read_cubin(data, file).kernels if kernel.name == name)
+
+
+def main_loop(kernel: KernelFacts) -> list[Instruction]:
+    """The loop with the most mma."""
+    try:
+        nvdisasm.find()
+    except ToolError as error:
+        pytest.skip(str(error))
+    (code,) = nvdisasm.disassemble([kernel])
+    bodies = [[code[i] for i in sorted(loop.body)] for loop in loops(code)]
+    return max(bodies, key=lambda body: sum(x.name == "IMMA" for x in body))
+
+
+@pytest.mark.parametrize(("architecture", "name"), CASES)
+def test_a_step_is_short(architecture: str, name: str) -> None:
+    body = main_loop(kernel_of(architecture, name))
+    count = Counter(x.name for x in body)
+    assert count["IMMA"] >= 64
+    assert len(body) / count["IMMA"] <= SLOTS[name][architecture], count.most_common()
+    for converted in ("I2F", "I2FP", "F2I", "LDL", "STL"):
+        assert not count[converted], converted
+    # M + isum is a float without more: the fold of an mma is two FFMA for each of its four sums.
+    assert 8 <= count["FFMA"] / count["IMMA"] <= 8.3
