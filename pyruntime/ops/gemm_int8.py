@@ -165,7 +165,7 @@ def choose(kernels: Sequence[Kernel], m: int, n: int, k: int, device: Limits) ->
     found = {row: _cost(row, m, n, k, device) for row in kernels if _resident(row, device)}
     if not found:
         raise CubinError(f"no gemm_int8 row fits {device.smem_per_sm:,} B of shared memory")
-    return min(found, key=lambda row: (found[row], row.name))
+    return min(found, key=lambda row: (found[row], -row.spec.min_blocks, row.name))
 
 
 def units(kernel: Kernel, m: int, n: int) -> int:
@@ -186,11 +186,12 @@ def _cost(kernel: Kernel, m: int, n: int, k: int, device: Limits) -> float:
     shape = f"m{tile['bm']}_n{tile['bn']}_k{tile['split']}"
     alone, further, once = CYCLES[int(tile["sub"])][shape]
     steps = -(-k // (STEP * int(tile["split"])))
-    most = _resident(kernel, device) * device.sm_count
-    full, rest = divmod(units(kernel, m, n), most)
+    resident = _resident(kernel, device)
+    full, rest = divmod(units(kernel, m, n), resident * device.sm_count)
     cycles = 0.0
-    for count, blocks in ((full, most), (int(rest > 0), rest)):
-        together = -(-blocks // device.sm_count)
+    # Blocks go to a multiprocessor that has room: some are full where not every one is.
+    last = resident if rest > device.sm_count else 1
+    for count, together in ((full, resident), (int(rest > 0), last)):
         cycles += count * (steps * (alone + further * (together - 1)) + once)
     memory = n * k / int(tile["block"]) * int(tile["bytes"]) / (MEMORY_BYTES * device.sm_count)
     return LAUNCH + max(cycles, memory)
