@@ -21,7 +21,7 @@ Activations = Mapping[str, DeviceArray]
 
 
 class Scorer:
-    """The scores of a pass's targets, `parts` of them one after the other, with the `top` likeliest.
+    """Scores of a pass's targets, `parts` of them one after the other, with the `top` likeliest.
 
     Args:
         head: makes what makes the logits of a piece, see `Decoder.head`.

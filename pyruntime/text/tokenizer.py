@@ -29,8 +29,8 @@ class Tokenizer:
     """Encodes and decodes as the model was trained to. Any number of threads may use one.
 
     `bos_id`, `eos_id`, `unk_id` are None where the model has none; `adds_bos` tells whether BOS is
-    put before a text, `adds_space` whether a space is; `eos_ids` are all tokens that end a generation; `chat_template` is the Jinja
-    source for `pyruntime.text.chat.render`.
+    put before a text, `adds_space` whether a space is; `eos_ids` are all tokens that end a
+    generation; `chat_template` is the Jinja source for `pyruntime.text.chat.render`.
     """
 
     def __init__(self, vocabulary: Vocabulary, chat_template: str | None = None) -> None:

@@ -1,5 +1,5 @@
-"""Scores of tokens against a float64 oracle; of what is not finite, and the likeliest tokens, against
-the NumPy backend's."""
+"""Scores of tokens against a float64 oracle; of what is not finite, and the likeliest tokens,
+against the NumPy backend's."""
 
 from __future__ import annotations
 
