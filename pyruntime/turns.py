@@ -86,7 +86,7 @@ class Turns:
         self.deadline = NEVER
         self._forks = _forks
         self._lock = threading.RLock()  # of the thread whose turn it is
-        self._is_mine: Callable[[], bool] = self._lock._is_owned  # type: ignore[attr-defined]
+        self._wake = threading.Condition(self._lock).notify  # refused to all but the lock's thread
         self._end: Callable[..., None] = self._lock.__exit__
         self._endless = _Turn(self, NEVER)  # it holds nothing of a turn: all threads may share it
         # A locked gate for each thread that waits. The first one waits for `_lock`, the others wait
@@ -115,8 +115,11 @@ class Turns:
         """
         if self._forks != _forks:
             self.check_process()
-        if self._is_mine():
-            return self._lock  # which may be got again
+        try:
+            self._wake(0)  # nobody: nobody waits there
+            return self._lock  # it is this thread's, which may get it again
+        except RuntimeError:
+            pass  # it is not
         if timeout is None or timeout is NEVER:
             return self._endless
         return _Turn(self, Deadline.of(timeout))
