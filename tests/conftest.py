@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 from contextlib import suppress
@@ -14,6 +15,14 @@ ROOT = str(Path(__file__).parents[1])
 if ("-m", "pytest") in pairwise(sys.orig_argv) and not sys.flags.safe_path and ROOT in sys.path:
     sys.path.remove(ROOT)
 os.environ["PYTHONSAFEPATH"] = "1"  # nor do the interpreters that tests start
+
+
+
+def pytest_collection_finish() -> None:
+    """What is there before the first test stays: collections of garbage need not look at it."""
+    gc.collect()
+    gc.freeze()
+
 
 with suppress(ImportError):  # tests on a GPU need none
     from hypothesis import HealthCheck, settings
