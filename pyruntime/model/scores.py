@@ -118,7 +118,7 @@ def _scores(logits: NDArray[np.float32], targets: Targets, top: int) -> TokenSco
 
 
 def _best(logits: NDArray[np.float32], top: int) -> NDArray[np.int32]:
-    """The `top` likeliest of each row: a NaN before any number, then by value; the first of equals."""
+    """The `top` likeliest of each row: NaN before numbers, then by value, of equals the first."""
     if top == 1:
         first: NDArray[np.int32] = logits.argmax(axis=1)[:, None].astype(np.int32)
         return first
