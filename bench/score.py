@@ -80,7 +80,10 @@ def main() -> int:
             path = Path(folder) / "model.gguf"
             synth(["qwen2.5-0.5b", str(path)])
         with Engine.load(path, device="cuda:0", max_tokens=args.max_tokens) as engine:
-            results = {"path": engine.path, "model": engine.config.name, "cases": measure(engine)}
+            results = {
+                "schema": "pyruntime.score-bench/1", "path": engine.path,
+                "model": engine.config.name, "cases": measure(engine),
+            }  # fmt: skip
     print(f"{results['model']} on {results['path']}")
     print(f"{'prompt+answer':>14} {'requests/s':>11} {'rows/s':>10} {'in passes':>10}")
     for name, case in results["cases"].items():
