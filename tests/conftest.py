@@ -17,7 +17,6 @@ if ("-m", "pytest") in pairwise(sys.orig_argv) and not sys.flags.safe_path and R
 os.environ["PYTHONSAFEPATH"] = "1"  # nor do the interpreters that tests start
 
 
-
 def pytest_collection_finish() -> None:
     """What is there before the first test stays: collections of garbage need not look at it."""
     gc.collect()
