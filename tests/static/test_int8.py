@@ -53,8 +53,11 @@ def test_every_type_has_a_row_on_every_architecture(
     listings: dict[str, Sequence[Instruction]],
 ) -> None:
     for arch in {name.split()[1] for name in listings}:
+        tiles = ["m64_n128_k1", "m16_n32_k4"]
+        if arch != "sm_120":  # whose multiprocessors have no room for it
+            tiles.append("m64_n32_k4")
         for name in int8.TYPES:
-            for tile in ("m64_n128_k1", "m64_n32_k4", "m16_n32_k4"):
+            for tile in tiles:
                 start = f"int8_{name.lower()}_{tile}_"
                 assert any(k.startswith(start) and k.endswith(arch) for k in listings), (arch, name)
 
