@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import tempfile
 from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -59,10 +60,15 @@ def disassemble(kernels: Iterable[KernelFacts]) -> list[tuple[Instruction, ...]]
     """
     asked = list(kernels)
     found: dict[int, tuple[Instruction, ...]] = {}
-    for arch in {kernel.arch for kernel in asked}:
-        # One run for all of an architecture: starting the program costs more than its work.
-        group = [(i, kernel.code) for i, kernel in enumerate(asked) if kernel.arch == arch]
-        listing = _run(arch, b"".join(code for _, code in group))
+    groups: dict[str, list[tuple[int, bytes]]] = {}
+    for index, kernel in enumerate(asked):
+        groups.setdefault(kernel.arch, []).append((index, kernel.code))
+    # One run for all of an architecture, as starting the program costs more than its work, and
+    # architectures side by side.
+    codes = [b"".join(code for _, code in group) for group in groups.values()]
+    with ThreadPoolExecutor() as pool:
+        listings = list(pool.map(_run, groups, codes))
+    for group, listing in zip(groups.values(), listings, strict=True):
         at = 0
         for index, code in group:
             count = len(code) // INSTRUCTION_BYTES

@@ -109,13 +109,16 @@ def p_value(differences: NDArray[np.float64]) -> float:
     if largest == 0:
         return 1.0
     steps = np.rint(differences * (GRID / largest)).astype(np.int64)
-    total = int(np.abs(steps).sum())
+    seen, sizes = abs(int(steps.sum())), np.abs(steps).tolist()
+    if seen == 0:
+        return 1.0
+    total, ends = sum(sizes), 1
     share = np.zeros(total + 1)  # share[i]: of the signings whose positive terms add up to i
-    share[0] = 0.5 ** len(steps)
-    for step in np.abs(steps):
-        share[step:] = share[step:] + share[: total + 1 - step]
-    sums = 2 * np.arange(total + 1) - total
-    return float(share[np.abs(sums) >= abs(int(steps.sum()))].sum())
+    share[0] = 0.5 ** len(sizes)
+    for size in sizes:
+        ends += size
+        share[size:ends] = share[size:ends] + share[: ends - size]
+    return 2 * float(share[(total + seen) // 2 :].sum())  # a signing's opposite is as far from 0
 
 
 def interval(differences: NDArray[np.float64], alpha: float) -> tuple[float, float]:
