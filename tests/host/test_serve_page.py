@@ -32,17 +32,18 @@ const press = (key) => $("tokens").dispatchEvent(new KeyboardEvent("keydown", { 
 const told = () => $("token").textContent;
 (async () => {
   await wait(() => !$("results").hidden);
-  const found = [told()];
+  const found = [told()], own = [];
   for (const key of ["ArrowRight", "End", "ArrowRight", "Home", "ArrowLeft"]) {
     press(key);
     found.push(told());
+    own.push([...document.querySelectorAll("#token tr.own code")].map((code) => code.textContent));
   }
   $("measure").click();
   await wait(() => $("reason").textContent && !$("measure").disabled);
   const page = document.documentElement;
   const colours = [...$("tokens").children].map((t) => getComputedStyle(t).backgroundColor);
   document.title = JSON.stringify({
-    found, reason: $("reason").textContent, wide: page.scrollWidth > page.clientWidth,
+    found, own, reason: $("reason").textContent, wide: page.scrollWidth > page.clientWidth,
     colours: new Set(colours).size, drawn: $("kernels").querySelectorAll("rect").length,
   });
 })();
@@ -85,16 +86,26 @@ def test_a_prompt_is_scored_in_a_browser(engine: Engine, tmp_path: Path) -> None
     assert re.findall(r'id="next">.*?<code>(.*?)</code>', dom) == [escape(token, quote=False)]
 
 
-def test_without_a_mouse(engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("width", [1000, 500])
+def test_without_a_mouse(
+    engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, width: int
+) -> None:
     page = app.page().replace("</body>", f"{SCRIPT}</body>")
     monkeypatch.setattr(app, "page", lambda: page)
     with serving(engine) as (client, _):
-        title = re.search(r"<title>(.*?)</title>", visit(client, TEXT, tmp_path))
+        dom = visit(client, TEXT, tmp_path, f"--window-size={width},2600")
+    title = re.search(r"<title>(.*?)</title>", dom)
     assert title is not None
     found = json.loads(unescape(title[1]))
     count = len(engine.tokenizer.encode(TEXT))
     places = [int(text.split(".")[0]) for text in found["found"]]
     assert places == [2, 3, count, count, 1, 1]
+    # The token itself is always in the table, though it be none of the likeliest.
+    shown = [
+        text.split(". ", 1)[1].split("log-prob")[0].split("nothing")[0]
+        for text in found["found"][1:]
+    ]
+    assert found["own"] == [[text] for text in shown[:3]] + [[], []]
     assert "log-probability −" in found["found"][0] and "no log-prob" in found["found"][-1]
     assert found["reason"] == "kernels are timed on a GPU; this engine runs on cpu (NumPy)"
     assert found["drawn"] == 0 and not found["wide"] and found["colours"] >= 4
