@@ -47,7 +47,7 @@ def connected(address: str | None, *, cpus: int = 1, gpus: int = 0) -> Iterator[
             this machine, with no dashboard, reachable from this machine only, and with this many
             cpus and gpus.
 
-    Raises BatchError: there is none at that address.
+    Raises BatchError: there is none at that address, or it would be reachable from elsewhere.
     """
     import ray
 
@@ -89,10 +89,19 @@ def _environment(values: dict[str, str]) -> Iterator[None]:
 
 @contextmanager
 def _loopback() -> Iterator[None]:
-    """What the variable of _LOCAL says, to a Ray that was imported before it was set."""
-    from ray._private import ray_constants
+    """What the variable of _LOCAL says, to a Ray that was imported before it was set.
 
-    before = ray_constants.ENABLE_RAY_CLUSTER
+    Raises BatchError where Ray has this no more: it is not to be started for everyone to reach.
+    """
+    try:
+        from ray._private import ray_constants
+
+        before = ray_constants.ENABLE_RAY_CLUSTER
+    except (ImportError, AttributeError) as error:
+        raise BatchError(
+            f"this version of Ray cannot be kept to this machine ({error}): start it yourself, "
+            "and give its address"
+        ) from error
     ray_constants.ENABLE_RAY_CLUSTER = False
     try:
         yield

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,7 @@ from goldens import GOLDEN
 from serving import write_spoken_model
 
 from pyruntime import Engine
-from pyruntime.batch import Embed, Score, parts, tasks
+from pyruntime.batch import Embed, Score, cluster, parts, tasks
 from pyruntime.batch.folder import Folder, publish
 from pyruntime.batch.formats import Columns, of
 from pyruntime.batch.tasks import results
@@ -330,6 +331,19 @@ def test_nothing_of_it_is_imported_before_it_runs() -> None:
         "assert not {'ray', 'pyarrow', 'pandas'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-P", "-c", code], check=True, stdout=subprocess.DEVNULL)
+
+
+def test_a_ray_that_cannot_be_kept_to_this_machine_is_not_started(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ray, private = ModuleType("ray"), ModuleType("ray._private")
+    vars(ray).update(is_initialized=lambda: False)
+    vars(private).update(ray_constants=ModuleType("ray._private.ray_constants"))
+    monkeypatch.setitem(sys.modules, "ray", ray)
+    monkeypatch.setitem(sys.modules, "ray._private", private)
+    monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+    with pytest.raises(BatchError, match="cannot be kept to this machine"), cluster.connected(None):
+        raise AssertionError
 
 
 @pytest.mark.parametrize("package", ["ray", "pyarrow"])
