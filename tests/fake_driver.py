@@ -142,6 +142,7 @@ class FakeDriver:
         self.carry_out: Callable[[Any], object] = lambda address: None
         self.keep: Callable[[int], Any] = lambda address: address
         self.fresh = 0
+        self._loaded: set[str] = set()  # kernels
         self._lock = RLock()  # a finalizer may come in the middle
         self._pushed: defaultdict[int, list[str]] = defaultdict(list)  # by thread
         arch = min(manifest()["architectures"], key=lambda a: a != "90a")  # it has clusters
@@ -179,6 +180,10 @@ class FakeDriver:
                 self._fail_if_due(name)
             if not name.startswith(("cuCtx", "cuDevice", "cuDriver")):
                 self._require(self._pushed[get_ident()], f"{name} without a current context")
+            if name == "cuFuncLoad":
+                self._loaded.add(arguments[0])
+            elif name == "cuLaunchKernelEx":  # which would load it, and that ends a capture
+                self._require(arguments[1] in self._loaded, f"{arguments[1]} was not loaded before")
             if (capture := self.capture_of(name, arguments)) is not None:
                 self._take(capture, name, arguments)
                 return (driver.CUresult(0),)
