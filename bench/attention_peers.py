@@ -19,12 +19,12 @@ from typing import Any
 
 from attention_cases import QUICK, Case, cases, expected_seconds, findings, speedups, table
 from peers import versions
-from pyruntime.tools.arms import require_gpu
 
 from pyruntime.cubin.installed import installed_code
 from pyruntime.errors import DriverNotFoundError, InputError
 from pyruntime.measure.records import identity, load_record, save_record
 from pyruntime.measure.telemetry import Telemetry
+from pyruntime.tools.arms import require_gpu
 
 KIND = "attention-peers"
 

@@ -14,9 +14,9 @@ from typing import Any
 
 import campaign_measured as measured
 import campaign_source as source
-from pyruntime.tools.charts import pairs_svg, wall_svg
 
 from pyruntime.measure.records import load_record
+from pyruntime.tools.charts import pairs_svg, wall_svg
 
 BENCH = Path(__file__).parent
 KINDS = ("wall", "ab", "lever", "ladder", "peers")

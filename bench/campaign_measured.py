@@ -8,10 +8,10 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from pyruntime.tools.wallfiles import COLUMNS, facts_of, row
 from regimes import REGIMES
 
 from pyruntime.cubin.geometry import read_geometry
+from pyruntime.tools.wallfiles import COLUMNS, facts_of, row
 
 NT = 3325
 BASE = "r46_base"

@@ -26,7 +26,6 @@ from typing import Any
 import numpy as np
 from gemm_fit import fit, judge
 from gemm_shapes import COUNTS, LONGEST, Case, cases
-from pyruntime.tools.arms import require_gpu
 from regimes import interleaved
 
 from pyruntime.driver.device import Device
@@ -40,6 +39,7 @@ from pyruntime.measure.records import identity, load_record, save_record
 from pyruntime.measure.telemetry import Telemetry
 from pyruntime.ops.gemm import GATED, OUTPUTS, gemm
 from pyruntime.ops.gemm_choice import costs
+from pyruntime.tools.arms import require_gpu
 
 KIND = "gemm-choice"
 NEAR = 1.08  # times the best quick timing

@@ -12,14 +12,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from pyruntime.tools.arms import require_gpu
-
 from pyruntime import Engine
 from pyruntime.errors import DriverNotFoundError
 from pyruntime.measure.launches import gpu_model, kernel_figures
 from pyruntime.measure.records import save_record
 from pyruntime.measure.roofline import roofline
 from pyruntime.measure.wall import measure_wall
+from pyruntime.tools.arms import require_gpu
 
 VARIANTS = ("r46_base", "r46", "r48", "r50", "r57", "fast", "auto")
 TOKENS = (512, 2048, 3325, 8192)

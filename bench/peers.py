@@ -35,12 +35,12 @@ from peers_cases import (
     findings,
     table,
 )
-from pyruntime.tools.arms import require_gpu
 from regimes import told
 
 from pyruntime.errors import DriverNotFoundError, InputError
 from pyruntime.measure.records import identity, load_record, save_record
 from pyruntime.measure.telemetry import Telemetry
+from pyruntime.tools.arms import require_gpu
 
 KIND = "peers"
 MODEL = "qwen2.5-7b"  # that --model and --llama-bench are about

@@ -27,7 +27,6 @@ import numpy as np
 from attention_cases import Case
 from numpy.typing import ArrayLike, NDArray
 from peers import versions
-from pyruntime.tools.arms import require_gpu
 from regimes import REST, ROUNDS, WORK_MS, interleaved
 
 from pyruntime.errors import PyruntimeError
@@ -38,6 +37,7 @@ from pyruntime.measure.telemetry import Telemetry
 from pyruntime.model.config import ModelConfig
 from pyruntime.reference.model import ReferenceModel
 from pyruntime.text.tokenizer import Tokenizer
+from pyruntime.tools.arms import require_gpu
 
 ROOT = Path(__file__).parents[1]
 NT = 2000

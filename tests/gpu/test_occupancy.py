@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from pyruntime.tools.devices import live
 
 from pyruntime.cubin.elf import Elf
 from pyruntime.cubin.facts import read_cubin
@@ -17,6 +16,7 @@ from pyruntime.cubin.limits import limits_of
 from pyruntime.cubin.occupancy import Demand, occupancy
 from pyruntime.driver import api
 from pyruntime.errors import CubinError
+from pyruntime.tools.devices import live
 
 DATA = Path(__file__).parents[1] / "data" / "cubins"
 KERNEL = "chosen_shared"

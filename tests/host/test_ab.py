@@ -12,8 +12,6 @@ import numpy as np
 import pytest
 import timed_driver
 from goldens import GOLDEN, prompts
-from pyruntime.tools.arms import ArmSpec, parse_arm, parse_options
-from pyruntime.tools.charts import pairs_svg
 
 from pyruntime import Engine
 from pyruntime.cli import main
@@ -24,6 +22,8 @@ from pyruntime.measure.arms import open_build
 from pyruntime.measure.records import load_record
 from pyruntime.measure.series import REGIMES, Regime
 from pyruntime.measure.worker import Worker
+from pyruntime.tools.arms import ArmSpec, parse_arm, parse_options
+from pyruntime.tools.charts import pairs_svg
 
 TINY = "tiny-llama-q4_k_m"
 MODEL = str(GOLDEN / f"{TINY}.gguf")

@@ -12,7 +12,6 @@ from typing import Any
 from xml.etree.ElementTree import fromstring
 
 import pytest
-from pyruntime.tools.lever import main as lever
 from walls import made_up_wall
 
 from pyruntime.measure.ab import Measured, Plan, judge
@@ -20,6 +19,7 @@ from pyruntime.measure.gates import Gate
 from pyruntime.measure.levers import read_levers
 from pyruntime.measure.records import save_record
 from pyruntime.measure.series import Pair, Sample
+from pyruntime.tools.lever import main as lever
 
 ROOT = Path(__file__).parents[2]
 

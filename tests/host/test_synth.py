@@ -11,9 +11,9 @@ from pathlib import Path
 import gguf
 import numpy as np
 import pytest
-from pyruntime.tools import synth
 
 from pyruntime.gguf import TYPES, GGUFFile, QuantType, StringArray
+from pyruntime.tools import synth
 
 
 def plan(model: str, mix: str = "Q4_K_M") -> dict[str, synth.Tensor]:

@@ -17,8 +17,6 @@ import pytest
 import timed_driver
 from browser import browse, layout
 from goldens import GOLDEN
-from pyruntime.tools.charts import wall_svg
-from pyruntime.tools.wallfiles import write_files
 from walls import made_up_wall, qwen2_7b
 
 from pyruntime import Engine
@@ -33,6 +31,8 @@ from pyruntime.measure.records import load_record
 from pyruntime.measure.series import REGIMES, Regime
 from pyruntime.measure.telemetry import parse
 from pyruntime.ops import qkv
+from pyruntime.tools.charts import wall_svg
+from pyruntime.tools.wallfiles import write_files
 
 MODEL = str(GOLDEN / "tiny-llama-q4_k_m.gguf")
 TIMES = {"attention": 0.05, "gemm": 0.1, "norm": 0.004, "rope": 0.006, "rows": 0.002}
