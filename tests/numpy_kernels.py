@@ -28,7 +28,7 @@ from order import kept_launches
 from pyruntime.driver.program import Launch
 from pyruntime.model.scores import Targets, token_scores
 from pyruntime.ops.attention_schedule import UNLIMITED
-from pyruntime.ops.gemv_int8 import EPILOGUES
+from pyruntime.ops.int8_products import EPILOGUES
 from pyruntime.ops.qkv import paired_rows
 from pyruntime.reference import e4m3, int8
 from pyruntime.reference.functions import (

@@ -9,7 +9,8 @@ from pyruntime.driver.memory import DeviceArray
 from pyruntime.driver.program import Program
 from pyruntime.errors import CubinError
 from pyruntime.ops.gemm_choice import Limits
-from pyruntime.ops.gemv_int8 import EPILOGUES, MOST_ROWS, gemv_int8
+from pyruntime.ops.gemv_int8 import MOST_ROWS, gemv_int8
+from pyruntime.ops.int8_products import arguments
 from pyruntime.ops.quantize import Plane
 
 FAMILY = "int8"
@@ -83,50 +84,15 @@ def gemm_int8(
             site=site,
         )  # fmt: skip
         return
-    (n, row_bytes), k = w.shape, plane.q.shape[1]
+    n, k = w.shape[0], plane.q.shape[1]
     if kernel is None:
         kernel = choice(library, type_name.lower(), max_rows, n, k)
-    tile = kernel.spec.tile
-    blocks, odd = divmod(k, int(tile["block"]))
-    what = f"gemm_int8: {type_name} w {w.shape} and {k} columns of q into c {c.shape}"
-    if w.dtype != "uint8" or odd or row_bytes != blocks * int(tile["bytes"]):
-        raise ValueError(f"{what}: no rows of whole blocks")
-    if tile["type"] != type_name.lower():
-        raise ValueError(f"{what}: {kernel.name}")
-    width = c.shape[1] if len(c.shape) == 2 else 0
-    if n % int(tile["n"]) or not 0 <= column <= column + n <= width:
-        raise ValueError(f"{what}: {n} rows of w from column {column} on")
-    if column % RUN or width % RUN:
-        raise ValueError(f"{what}: column {column} of {width}, not multiples of {RUN}")
-    if epilogue not in EPILOGUES or c.dtype != EPILOGUES[epilogue]:
-        raise ValueError(f"{what}: epilogue {epilogue!r} into {c.dtype}")
-    if epilogue == "f16" and not overflow:
-        raise ValueError(f"{what}: f16 needs an overflow word")
-    if not 1 <= max_rows <= min(c.shape[0], plane.q.shape[0]):
-        raise ValueError(f"{what}: {max_rows} rows of {plane.q.shape[0]}")
-    for name, array in (("w", w), ("q", plane.q), ("scales", plane.scales), ("sums", plane.sums),
-                        ("c", c)):  # fmt: skip
-        if array.ptr % 16:
-            raise ValueError(f"{what}: {name} at {array.ptr:#x} is not 16-byte aligned")
-    program.add(
-        kernel,
-        grid=units(kernel, max_rows, n),
-        rows=rows,
-        x=plane.q,
-        scales=plane.scales,
-        sums=plane.sums,
-        w=w,
-        c=c,
-        overflow=overflow,
-        n=n,
-        k=k,
-        stride=plane.stride,
-        width=width,
-        column=column,
-        epilogue=list(EPILOGUES).index(epilogue),
-        site=site,
-        scale=scale,
-    )
+    shared = arguments(
+        "gemm_int8", kernel, plane=plane, w=w, type_name=type_name, c=c, rows=rows,
+        max_rows=max_rows, epilogue=epilogue, column=column, scale=scale, overflow=overflow,
+        site=site, most=max_rows, run=RUN,
+    )  # fmt: skip
+    program.add(kernel, grid=units(kernel, max_rows, n), x=plane.q, k=k, **shared)
 
 
 @kept  # all layers of a model ask the same

@@ -6,10 +6,10 @@ from pyruntime.driver.library import Kernel, Library, kept
 from pyruntime.driver.memory import DeviceArray
 from pyruntime.driver.program import Program
 from pyruntime.errors import CubinError
+from pyruntime.ops.int8_products import arguments
 from pyruntime.ops.quantize import Plane
 
 MOST_ROWS = 8
-EPILOGUES = {"f32": "float32", "f16": "float16", "add": "float32"}  # in the kernels' order
 
 
 def gemv_int8(
@@ -51,45 +51,18 @@ def gemv_int8(
     """
     if kernel is None:
         kernel = _kernel(library, type_name.lower(), max_rows)
-    tile, (n, row_bytes), k = kernel.spec.tile, w.shape, plane.q.shape[1]
-    blocks, odd = divmod(k, int(tile["block"]))
-    what = f"gemv_int8: {type_name} w {w.shape} and {k} columns of q into c {c.shape}"
-    if w.dtype != "uint8" or odd or row_bytes != blocks * int(tile["bytes"]):
-        raise ValueError(f"{what}: no rows of whole blocks")
-    if n % int(tile["n"]) or not 0 <= column <= column + n <= c.shape[1]:
-        raise ValueError(f"{what}: {n} rows of w from column {column} on")
-    if epilogue not in EPILOGUES or c.dtype != EPILOGUES[epilogue]:
-        raise ValueError(f"{what}: epilogue {epilogue!r} into {c.dtype}")
-    if epilogue == "f16" and not overflow:
-        raise ValueError(f"{what}: f16 needs an overflow word")
-    if not 1 <= max_rows <= min(c.shape[0], plane.q.shape[0], int(tile["tokens"])):
-        raise ValueError(f"{what}: {max_rows} rows, {kernel.name}")
-    if w.ptr % 16 or plane.q.ptr % 16:
-        raise ValueError(f"{what}: w at {w.ptr:#x} or q at {plane.q.ptr:#x} is not 16-byte aligned")
-    warps, lanes = kernel.spec.threads // 32, int(tile["lanes"])
+    tile, n, k = kernel.spec.tile, w.shape[0], plane.q.shape[1]
+    shared = arguments(
+        "gemv_int8", kernel, plane=plane, w=w, type_name=type_name, c=c, rows=rows,
+        max_rows=max_rows, epilogue=epilogue, column=column, scale=scale, overflow=overflow,
+        site=site, most=int(tile["tokens"]), run=1,
+    )  # fmt: skip
+    blocks, warps, lanes = k // int(tile["block"]), kernel.spec.threads // 32, int(tile["lanes"])
     split = 1
     while split < warps and split * lanes < blocks * int(tile["units"]):
         split *= 2
-    program.add(
-        kernel,
-        grid=-(-n // ((warps // split) * int(tile["rows"]))),
-        q=plane.q,
-        scales=plane.scales,
-        sums=plane.sums,
-        w=w,
-        rows=rows,
-        c=c,
-        overflow=overflow,
-        stride=plane.stride,
-        n=n,
-        blocks=blocks,
-        split=split,
-        epilogue=list(EPILOGUES).index(epilogue),
-        column=column,
-        width=c.shape[1],
-        site=site,
-        scale=scale,
-    )
+    grid = -(-n // ((warps // split) * int(tile["rows"])))
+    program.add(kernel, grid=grid, q=plane.q, blocks=blocks, split=split, **shared)
 
 
 @kept
