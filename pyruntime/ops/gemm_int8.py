@@ -16,6 +16,7 @@ from pyruntime.ops.quantize import Plane
 FAMILY = "int8"
 STEP = 128  # columns of k in a step of a warp
 RUN = 4  # results of a row that are written at a time
+TOGETHER = 2  # rows whose scales are read at a time
 
 # Cycles of an H200 at 1.98 GHz, fitted to what all rows took on one (tests/host/
 # test_gemm_int8_choice.py has the figures). LAUNCH is of a launch. The rest by weights per scale
@@ -90,7 +91,7 @@ def gemm_int8(
     shared = arguments(
         "gemm_int8", kernel, plane=plane, w=w, type_name=type_name, c=c, rows=rows,
         max_rows=max_rows, epilogue=epilogue, column=column, scale=scale, overflow=overflow,
-        site=site, most=max_rows, run=RUN,
+        site=site, most=max_rows, run=RUN, together=TOGETHER,
     )  # fmt: skip
     program.add(kernel, grid=units(kernel, max_rows, n), x=plane.q, k=k, **shared)
 

@@ -55,7 +55,7 @@ def gemv_int8(
     shared = arguments(
         "gemv_int8", kernel, plane=plane, w=w, type_name=type_name, c=c, rows=rows,
         max_rows=max_rows, epilogue=epilogue, column=column, scale=scale, overflow=overflow,
-        site=site, most=int(tile["tokens"]), run=1,
+        site=site, most=int(tile["tokens"]), run=1, together=1,
     )  # fmt: skip
     blocks, warps, lanes = k // int(tile["block"]), kernel.spec.threads // 32, int(tile["lanes"])
     split = 1

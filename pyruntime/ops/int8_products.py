@@ -6,6 +6,7 @@ from typing import Any
 
 from pyruntime.driver.library import Kernel
 from pyruntime.driver.memory import DeviceArray
+from pyruntime.ops.extents import product_extents, require
 from pyruntime.ops.quantize import Plane
 
 EPILOGUES = {"f32": "float32", "f16": "float16", "add": "float32"}  # in the kernels' order
@@ -28,6 +29,7 @@ def arguments(
     site: int,
     most: int,
     run: int,
+    together: int,
 ) -> dict[str, Any]:
     """The parameters that all kernels of such products have; `gemm_int8` says what they mean.
 
@@ -35,9 +37,10 @@ def arguments(
         who: names the operation in errors.
         most: rows that the kernel takes.
         run: results of a row that it writes at a time: column and width are multiples of it.
+        together: rows whose scales it reads at a time.
 
     Raises:
-        ValueError: arrays whose types, shapes or alignment do not fit, or not this kernel.
+        ValueError: arrays whose types, shapes, bytes or alignment do not fit, or not this kernel.
     """
     tile, (n, row_bytes), k = kernel.spec.tile, w.shape, plane.q.shape[1]
     blocks, odd = divmod(k, int(tile["block"]))
@@ -63,6 +66,12 @@ def arguments(
                                ("c", c, run * c.dtype.itemsize)):  # fmt: skip
         if array.ptr % least:
             raise ValueError(f"{what}: {name} at {array.ptr:#x} is not {least}-byte aligned")
+    extents = product_extents(
+        type_name=type_name.lower(), rows=max_rows, n=n, k=k, row_bytes=row_bytes,
+        stride=plane.stride, width=width, column=column, itemsize=c.dtype.itemsize,
+        together=together,
+    )  # fmt: skip
+    require(what, extents, {**aligned, "c": c, "rows": rows, "overflow": overflow})
     return {
         "rows": rows, "scales": plane.scales, "sums": plane.sums, "w": w, "c": c,
         "overflow": overflow, "n": n, "stride": plane.stride, "width": width, "column": column,
