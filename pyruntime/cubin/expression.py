@@ -1,7 +1,8 @@
 """Formulas and rules that a user writes, evaluated without running any code of theirs.
 
 Text is parsed by Python's own `ast` and then only these are accepted: names, integers and strings,
-+ - * //, max and min, parentheses; in rules also comparisons and and/or/not, in addresses % and ^.
++ - * //, max and min, parentheses; in rules also decimals, comparisons and and/or/not, in addresses
+% and ^.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import Any
 
 from pyruntime.errors import InputError
 
-Value = int | str | bool | None
+Value = int | float | str | bool | None
 
 _LONGEST, _DEEPEST = 1000, 100  # characters, nested operations
 _ARITHMETIC: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
@@ -77,7 +78,7 @@ class Formula:
                 return {name}
             case ast.Constant(value=value) if type(value) is int:
                 return set()
-            case ast.Constant(value=str()) if self.rules:
+            case ast.Constant(value=float() | str()) if self.rules:
                 return set()
             case ast.BinOp(left=left, op=op, right=right) if type(op) in self.operators:
                 return self._check(left) | self._check(right)
@@ -109,7 +110,7 @@ class Formula:
                         f"{self.text!r}: no value for {name}; known are {', '.join(sorted(values))}"
                     )
                 return values[name]
-            case ast.Constant(value=int() | str() as value):
+            case ast.Constant(value=int() | float() | str() as value):
                 return value
             case ast.BinOp(left=left, op=op, right=right):
                 return self._apply(self.operators[type(op)], (left, right), values)
@@ -168,17 +169,20 @@ class Rule(Formula):
         result = self._evaluate(self._body, values)
         return None if result is None else bool(result)
 
-    def margins(self, values: Mapping[str, Value]) -> dict[str, int]:
+    def margins(self, values: Mapping[str, Value]) -> dict[str, float]:
         """How far each field is from its limit, for the parts of the form FIELD <= NUMBER."""
         found = {}
         for node in ast.walk(self._body):
             match node:
                 case ast.Compare(
-                    left=ast.Name(id=name), ops=[op], comparators=[ast.Constant(value=int(limit))]
+                    left=ast.Name(id=name),
+                    ops=[op],
+                    comparators=[ast.Constant(value=int() | float() as limit)],
                 ):
                     value = values.get(name)
-                    if isinstance(value, int) and isinstance(op, ast.LtE | ast.Lt | ast.Eq):
-                        found[name] = limit - value - isinstance(op, ast.Lt)
+                    if isinstance(value, int | float) and isinstance(op, ast.LtE | ast.Lt | ast.Eq):
+                        whole = isinstance(value, int) and isinstance(limit, int)
+                        found[name] = limit - value - (whole and isinstance(op, ast.Lt))
         return found
 
 

@@ -80,3 +80,12 @@ def test_addresses_have_two_operators_more() -> None:
 def test_margins() -> None:
     rule = Rule("TQ <= 70 and (TKV < 40 or hd == 130) and hd >= 5")
     assert rule.margins(VALUES) == {"TQ": 6, "TKV": 7, "hd": 2}
+
+
+def test_rules_know_decimals() -> None:
+    rule = Rule("slots <= 12.75 and TQ < 64.5 and hd < 130")
+    values = {**VALUES, "slots": 12.5}
+    assert rule.holds(values) and not rule.holds({**values, "slots": 12.875})
+    assert rule.margins(values) == {"slots": 0.25, "TQ": 0.5, "hd": 130 - 128 - 1}
+    with pytest.raises(InputError):
+        Formula("2.5 * TQ")
