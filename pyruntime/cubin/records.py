@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,9 @@ from pyruntime.cubin.facts import CubinFacts, KernelFacts, read_cubin
 from pyruntime.cubin.installed import manifest, root
 from pyruntime.cubin.limits import limits_of
 from pyruntime.cubin.occupancy import Demand, occupancy
+from pyruntime.cubin.sass import Instruction
 from pyruntime.cubin.spec import KernelSpec
+from pyruntime.cubin.structure import structure
 from pyruntime.errors import CubinError
 
 
@@ -115,6 +117,15 @@ def kernel_record(kernel: KernelFacts) -> dict[str, Any]:
         "attributes": [{"name": a.name, "value": a.text} for a in kernel.attributes],
         "spec": _spec_record(spec) if spec else None,
     }
+
+
+def code_record(instructions: Sequence[Instruction]) -> dict[str, Any]:
+    """Figures of a kernel's machine code, see `structure.Structure`."""
+    built = structure(instructions, None)
+    return {"mma": built.mma, "slots_per_mma": built.slots_per_mma}
+
+
+CODE_FIELDS = tuple(code_record(()))
 
 
 def _spec_record(spec: KernelSpec) -> dict[str, Any]:

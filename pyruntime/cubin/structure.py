@@ -65,6 +65,29 @@ class Structure:
             return self.instructions
         return tuple(self.instructions[i] for i in sorted(self.main.body))
 
+    @property
+    def mma(self) -> str:
+        """The tensor-core instruction that the main loop has most of, such as "IMMA"; or "none"."""
+        return max(self._products, key=self._products.__getitem__, default="none")
+
+    @property
+    def slots_per_mma(self) -> float | None:
+        """Instructions that a warp issues in the main loop for each `mma`.
+
+        None: there is none, or an indirect branch may close a loop in which there are products.
+        """
+        if any(i.name in INDIRECT for i in self.instructions) and (
+            any(i.name in INDIRECT for i in self.inside)
+            or self._products.total() < self.count("tensor")
+        ):
+            return None
+        return len(self.inside) / self._products[self.mma] if self._products else None
+
+    @property
+    def _products(self) -> Counter[str]:
+        loop = self.inside if self.main else ()
+        return Counter(i.name for i in loop if i.kind.name == "tensor")
+
     def count(self, kind: str) -> int:
         """Instructions of a class in the whole kernel."""
         return sum(i.kind.name == kind for i in self.instructions)

@@ -64,6 +64,22 @@ def test_a_round_trip_between_products_is_a_fault_of_structure() -> None:
     assert levers("MOV R1", *inner, "STSM.16.M88.4 [R3],R8", "LDS R9,[R3]") == {}  # once per tile
 
 
+def test_issue_slots() -> None:
+    lines = ["LDSM.16.M88.4 R4,[R2]", "IMMA.16832.S8.S8 R8", "IMMA.16832.S8.S8 R8", "FFMA R5",
+             "HMMA.1688.F32.TF32 R8"]  # fmt: skip
+    built = structure(code(*lines), None)
+    assert (built.mma, built.slots_per_mma) == ("IMMA", 6 / 2)
+    assert structure(code("FFMA R5"), None).slots_per_mma is None
+    assert structure(code("FFMA R5"), None).mma == "none" == structure((), None).mma
+    # A switch behind the loop hides no products; one in it, or before others, may.
+    switch = Instruction(16 * 7, "BRX", "R2", "", None, 0)
+    assert structure((*code(*lines), switch), None).slots_per_mma == 6 / 2
+    assert structure(code(*lines, "BRX R2"), None).slots_per_mma is None
+    more = Instruction(16 * 8, "IMMA.16832.S8.S8", "R8", "", None, 0)
+    assert structure((*code(*lines), switch, more), None).slots_per_mma is None
+    assert structure((*code(*lines), more), None).slots_per_mma == 6 / 2
+
+
 def test_copies_through_registers() -> None:
     found = levers("LDG.E R1", "STS [R3],R1", "LDSM.16.M88.4 R4,[R2]", "HMMA.16816.F32 R8")
     assert found == {"operands reach shared memory through registers": Lever.SMALL}

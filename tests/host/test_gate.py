@@ -9,6 +9,9 @@ from pathlib import Path
 import pytest
 
 from pyruntime.cli import main
+from pyruntime.cubin import nvdisasm
+from pyruntime.cubin.installed import manifest, root
+from pyruntime.errors import ToolError
 
 DATA = Path(__file__).parents[1] / "data" / "cubins"
 FILE = str(DATA / "nvcc-13.0-sm_90a.cubin")
@@ -91,6 +94,59 @@ def test_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert record["schema"] == "pyruntime.gate/1" and record["kernels"] == 9
     (finding,) = record["findings"]
     assert finding == {"kernel": "spilling sm_90a", "rule": "stack <= 100", "text": "stack 128"}
+
+
+# Figures of machine code
+
+
+@pytest.fixture
+def products() -> str:
+    """The installed products of 8-bit integers of one architecture."""
+    try:
+        nvdisasm.find()
+    except ToolError as error:
+        pytest.skip(str(error))
+    return str(root() / f"sm_{manifest()['architectures'][0]}" / "gemm_int8.cubin")
+
+
+ONE = ["--kernel", "int8_q4_k_m64_n128_k1_s2_b2"]
+
+
+def test_issue_slots(products: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["gate", products, *ONE, "--rule", "slots_per_mma <= 20", "--json"]) == 0
+    record = json.loads(capsys.readouterr().out)
+    ((kernel, figures),) = record["code"].items()
+    slots = figures["slots_per_mma"]
+    assert kernel.startswith(f"{ONE[1]} sm_") and figures["mma"] == "IMMA" and 8 < slots < 20
+    assert record["margins"]["slots_per_mma"] == {"margin": 20 - slots, "kernel": kernel}
+
+    assert main(["gate", products, *ONE, "--rule", f"slots_per_mma <= {slots}"]) == 0
+    assert f"{kernel}: {slots:.3f} issue slots per IMMA in the main loop" in capsys.readouterr().out
+    assert main(["gate", products, *ONE, "--rule", f"slots_per_mma < {slots}"]) == 1
+    assert f"FAIL {kernel}: slots_per_mma {slots:.3f}  [" in capsys.readouterr().out
+
+
+def test_kernels_without_products_have_no_slots(
+    products: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rule = ["--rule", "slots_per_mma <= 20", "--kernel", "plain"]
+    assert main(["gate", FILE, *rule]) == 1
+    assert "cannot be decided: slots_per_mma unknown" in capsys.readouterr().out
+    assert main(["gate", FILE, "--rule", "mma == 'none' or slots_per_mma <= 20"]) == 0
+    assert "issue slots" not in capsys.readouterr().out
+
+
+def test_a_rule_on_machine_code_needs_nvdisasm(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def nowhere() -> Path:
+        raise ToolError("nvdisasm was not found. pip install 'pyruntime-cuda[sass]' brings it")
+
+    monkeypatch.setattr(nvdisasm, "find", nowhere)
+    for rule in ("slots_per_mma <= 20", "mma == 'none'", "registers < 1 or mma == 'none'"):
+        assert main(["gate", FILE, "--rule", rule]) == 2
+        assert "pyruntime-cuda[sass]" in capsys.readouterr().err
+    assert main(["gate", FILE, "--rule", "registers <= 40"]) == 0
 
 
 def test_nothing_is_written_but_the_baseline(tmp_path: Path) -> None:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
+from pathlib import Path
 
 import pytest
 
+from pyruntime.cli import main
 from pyruntime.cubin import nvdisasm
-from pyruntime.cubin.facts import KernelFacts, read_cubin
+from pyruntime.cubin.facts import read_cubin
 from pyruntime.cubin.installed import manifest, root
-from pyruntime.cubin.loops import loops
-from pyruntime.cubin.sass import Instruction
+from pyruntime.cubin.structure import structure
 from pyruntime.errors import ToolError
 
 # The most instructions that a warp issues in a step, for each of its mma of 8-bit integers: scales,
@@ -30,29 +31,35 @@ CASES = [
 ]
 
 
-def kernel_of(architecture: str, name: str) -> KernelFacts:
-    file = "gemm_int8_wide" if "wide" in name else "gemm_int8"
-    data = (root() / f"sm_{architecture}" / f"{file}.cubin").read_bytes()
-    return next(kernel for kernel in read_cubin(data, file).kernels if kernel.name == name)
-
-
-def main_loop(kernel: KernelFacts) -> list[Instruction]:
-    """The loop with the most mma."""
+@pytest.fixture(autouse=True)
+def nvdisasm_is_there() -> None:
     try:
         nvdisasm.find()
     except ToolError as error:
         pytest.skip(str(error))
-    (code,) = nvdisasm.disassemble([kernel])
-    bodies = [[code[i] for i in sorted(loop.body)] for loop in loops(code)]
-    return max(bodies, key=lambda body: sum(x.name == "IMMA" for x in body))
+
+
+def file_of(architecture: str, name: str) -> Path:
+    file = "gemm_int8_wide" if "wide" in name else "gemm_int8"
+    return root() / f"sm_{architecture}" / f"{file}.cubin"
 
 
 @pytest.mark.parametrize(("architecture", "name"), CASES)
 def test_a_step_is_short(architecture: str, name: str) -> None:
-    body = main_loop(kernel_of(architecture, name))
-    count = Counter(x.name for x in body)
+    """By the gate, which refuses a bound of one and a half slots less."""
+    gate = ["gate", str(file_of(architecture, name)), "--kernel", name, "--rule"]
+    slots = SLOTS[name][architecture]
+    assert main([*gate, f"mma == 'IMMA' and slots_per_mma <= {slots}"]) == 0
+    assert main([*gate, f"mma == 'IMMA' and slots_per_mma <= {slots - 1.5}"]) == 1
+
+
+@pytest.mark.parametrize(("architecture", "name"), CASES)
+def test_a_step_converts_nothing(architecture: str, name: str) -> None:
+    path = file_of(architecture, name)
+    kernels = read_cubin(path.read_bytes(), path.name).kernels
+    (code,) = nvdisasm.disassemble([kernel for kernel in kernels if kernel.name == name])
+    count = Counter(x.name for x in structure(code, None).inside)
     assert count["IMMA"] >= 64
-    assert len(body) / count["IMMA"] <= SLOTS[name][architecture], count.most_common()
     for converted in ("I2F", "I2FP", "F2I", "LDL", "STL"):
         assert not count[converted], converted
     # M + isum is a float without more: the fold of an mma is two FFMA for each of its four sums.
