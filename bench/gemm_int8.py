@@ -2,7 +2,8 @@
 
 Types are Q4_K and Q6_K unless others are named. The shapes are those of a Qwen2.5-7B layer. Random
 bytes as weights, which rotate over more memory than L2 holds. A figure is the median of ROUNDS
-timings of LAUNCHES launches each, rows taken in turn; every raw value is kept.
+timings of LAUNCHES launches each; every raw value is kept. All rows are timed in each round, in an
+order that is drawn anew, and the choice once more, as AGAIN: what it differs from itself is noise.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from regimes import interleaved
 
 from pyruntime.driver.device import Device
 from pyruntime.driver.library import Library
@@ -30,7 +32,8 @@ SHAPES = {"q, o": (3584, 3584), "k, v": (512, 3584), "gate, up": (18944, 3584),
           "down": (3584, 18944)}  # fmt: skip
 LENGTHS = (64, 512, 2048)
 DEFAULT = ("Q4_K", "Q6_K")
-ROUNDS, LAUNCHES = 7, 4
+ROUNDS, LAUNCHES = 9, 4
+AGAIN = "again"
 ROTATED = 192 << 20  # bytes of weights
 FINITE = 0x3F  # of every byte: no float is large, whatever field it belongs to
 
@@ -71,21 +74,22 @@ class Weights:
 
 
 def measure(weights: Weights, stream: Stream, m: int, rounds: int) -> dict[str, Any]:
-    """Milliseconds per launch of each row, and the choice."""
+    """Milliseconds per launch of each row, the choice, and the choice's once more."""
     programs, device = weights.programs(m), weights.library.device
-    raw: dict[str, list[float]] = {row: [] for row in programs}
+    chosen = choice(weights.library, weights.name.lower(), m, *weights.shape).name
     before, after = Event(device), Event(device)
-    for round_ in range(rounds + 1):
-        for row, program in programs.items():
-            before.record(stream)
-            with device.current():
-                program.run(stream)
-            after.record(stream)
-            after.synchronize()
-            if round_:  # the first warms up
-                raw[row].append(after.milliseconds_since(before) / LAUNCHES)
-    chosen = choice(weights.library, weights.name.lower(), m, *weights.shape)
-    return {"choice": chosen.name, "ms": raw}
+
+    def timed(program: Program) -> float:
+        before.record(stream)
+        with device.current():
+            program.run(stream)
+        after.record(stream)
+        after.synchronize()
+        return after.milliseconds_since(before) / LAUNCHES
+
+    contestants = {**programs, AGAIN: programs[chosen]}
+    raw = interleaved(contestants, timed, rounds=rounds, rest=0, warm_up=1)
+    return {"choice": chosen, AGAIN: raw.pop(AGAIN), "ms": raw}
 
 
 def report(name: str, shape: str, m: int, figure: dict[str, Any]) -> None:

@@ -2,33 +2,40 @@
 
     python bench/int8.py [--model FILE] [--arms int8 fp16 ...] [--nt 512 2048] [--save OUT] [--json]
 
-Without --model a file of Qwen2.5-7B shapes in the Q4_K_M mix is made up. Arms are engines that take
-turns: "int8", "fp16", "per-layer", and other ways to make planes of activations than the default
-(model/int8_layers.py): "int8:separate", one for each product, "int8:memo", one for all products
-that read it, both from fp16, "int8:copy", folded as in "int8", but fp16 is written besides, and
-"int8:late", whose last layer gathers the wanted row behind the product with attn_output.
+Without --model a file of Qwen2.5-7B shapes in the Q4_K_M mix is made up. Arms are engines, all of
+which run in each round, in an order that is drawn anew: "int8", "fp16", "per-layer", and other ways
+to make planes of activations than the default (model/int8_layers.py): "int8:separate", one for each
+product, "int8:memo", one for all products that read it, both from fp16, "int8:copy", folded as in
+"int8", but fp16 is written besides, and "int8:late", whose last layer gathers the wanted row behind
+the product with attn_output.
 
 Of each arm: tokens per second of prefills in bursts and back to back, tokens per second of
 generation at batch 1 (`Engine.generate`, and of the GPU alone), milliseconds of each role, bytes.
-All raw values are kept.
+All raw values are kept. Where there are several arms, the first is loaded twice, as AGAIN: what it
+differs from itself is noise.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import statistics
 import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing, nullcontext
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from regimes import interleaved
 
 from pyruntime import Engine
+from pyruntime.driver.device import Device
+from pyruntime.driver.library import Library
+from pyruntime.measure.clock import ClockProbe
 from pyruntime.measure.launches import gpu_model, role_times
 from pyruntime.measure.records import identity, save_record
 from pyruntime.measure.series import REGIMES
@@ -36,6 +43,7 @@ from pyruntime.model import int8_layers
 from pyruntime.model.int8_layers import Int8Options
 
 ROUNDS, GENERATED, PROMPT = 9, 64, 32
+AGAIN = "again"
 WAYS = {
     "separate": Int8Options("separate"), "memo": Int8Options("memo"),
     "copy": Int8Options("folded", copy=True), "late": Int8Options(late=True), "": Int8Options(),
@@ -52,26 +60,25 @@ def load(path: Path, arm: str, rows: int) -> Engine:
         int8_layers.OPTIONS = WAYS[""]
 
 
-def prefills(engines: dict[str, Engine], nt: int, rounds: int) -> dict[str, Any]:
-    """Milliseconds by arm and regime, arms in turn."""
+def prefills(engines: dict[str, Engine], nt: int, rounds: int, probe: ClockProbe) -> dict[str, Any]:
+    """Milliseconds, and the SM clock before them, by arm and regime."""
     ids = np.random.default_rng(nt).integers(0, next(iter(engines.values())).config.vocab, nt)
     found: dict[str, Any] = {arm: {} for arm in engines}
     for engine in engines.values():
         for _ in range(3):  # recorded, captured, replayed
-            engine.prefill(ids)
+            seconds = engine.prefill(ids).timings["wall"]
+
+    def timed(engine: Engine) -> tuple[float, float, float]:
+        mhz, timings = probe.mhz(), engine.prefill(ids).timings
+        return 1e3 * timings["wall"], 1e3 * timings["gpu"], mhz
+
     for name, regime in REGIMES.items():
-        samples: dict[str, list[Any]] = {arm: [] for arm in engines}
-        for _ in range(rounds):
-            for arm, engine in engines.items():
-                time.sleep(regime.rest)
-                samples[arm].append(engine.prefill(ids).timings)
-        for arm, timings in samples.items():
-            wall = [1e3 * t["wall"] for t in timings]
-            found[arm][name] = {
-                "tok_per_s": nt / statistics.median(wall) * 1e3,
-                "wall_ms": wall,
-                "gpu_ms": [1e3 * t["gpu"] for t in timings],
-            }
+        warm_up = math.ceil(regime.warm_up / (len(engines) * (regime.rest + seconds)))
+        raw = interleaved(engines, timed, rounds=rounds, rest=regime.rest, warm_up=warm_up)
+        for arm, readings in raw.items():
+            wall, gpu, mhz = map(list, zip(*readings, strict=True))
+            rate = nt / statistics.median(wall) * 1e3
+            found[arm][name] = {"tok_per_s": rate, "wall_ms": wall, "gpu_ms": gpu, "mhz": mhz}
     return found
 
 
@@ -101,12 +108,22 @@ def generation(engine: Engine, rounds: int) -> dict[str, Any]:
 def measure(path: Path, arms: Sequence[str], lengths: Sequence[int], rounds: int) -> dict[str, Any]:
     """What each arm does, and the bytes that it holds."""
     found: dict[str, Any] = {arm: {} for arm in arms}
+    again: dict[str, Any] = {}
     rows = max(lengths)
     with ExitStack() as stack:
         engines = {arm: stack.enter_context(load(path, arm, rows)) for arm in arms}
-        for nt in lengths:
-            for arm, timed in prefills(engines, nt, rounds).items():
-                found[arm][f"nt{nt}"] = timed
+        # Of its own device, as what it takes of the GPU's memory is no arm's.
+        device = stack.enter_context(closing(Device(0)))
+        probe = stack.enter_context(
+            closing(ClockProbe(stack.enter_context(closing(Library(device)))))
+        )
+        with load(path, arms[0], rows) if len(arms) > 1 else nullcontext() as twin:
+            for nt in lengths:
+                timed = prefills(engines | ({AGAIN: twin} if twin else {}), nt, rounds, probe)
+                if twin:
+                    again[f"nt{nt}"] = timed.pop(AGAIN)
+                for arm, by_regime in timed.items():
+                    found[arm][f"nt{nt}"] = by_regime
         for arm, engine in engines.items():
             device = gpu_model(engine).device
             found[arm]["generation"] = generation(engine, rounds)
@@ -121,7 +138,7 @@ def measure(path: Path, arms: Sequence[str], lengths: Sequence[int], rounds: int
             }
         last = gpu_model(engines[arms[0]])
         about = identity(last.device, last.recorded(min(rows, last.max_tokens)), None)
-    return {**about, "file_bytes": path.stat().st_size, "arms": found}
+    return {**about, "file_bytes": path.stat().st_size, "arms": found, AGAIN: again}
 
 
 def report(record: dict[str, Any]) -> None:
