@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import campaign_int8
 import campaign_measured as measured
 import campaign_source as source
 
@@ -19,7 +20,7 @@ from pyruntime.measure.records import load_record
 from pyruntime.tools.charts import pairs_svg, wall_svg
 
 BENCH = Path(__file__).parent
-KINDS = ("wall", "ab", "lever", "ladder", "peers")
+KINDS = ("wall", "ab", "lever", "ladder", "peers", *campaign_int8.COMMANDS)
 
 _HEAD = """# The campaign, run again
 
@@ -38,7 +39,7 @@ def read_records(folder: Path) -> dict[str, Any]:
     """Every record by file name without .json. Raises InputError for a file that is none."""
     found = {}
     for path in sorted(folder.glob("*.json")):
-        kind = path.stem.split("-")[0]
+        kind = path.stem if path.stem in KINDS else path.stem.split("-")[0]
         if kind in KINDS and not path.name.endswith(".trace.json"):
             found[path.stem] = load_record(path, kind)
     return found
@@ -49,7 +50,8 @@ def provenance(records: Mapping[str, Any]) -> list[str]:
     commits = sorted({record["commit"][:12] for record in records.values() if record.get("commit")})
     if not commits:
         return []
-    kernels = {name for record in records.values() for name in record.get("kernels") or ()}
+    others = [record for name, record in records.items() if name not in campaign_int8.COMMANDS]
+    kernels = {name for record in others for name in record.get("kernels") or ()}
     older = not any(name.startswith("attention_wgmma") for name in kernels)
     return [f"The records are of commit {', '.join(commits)}.{_OLDER * older}", ""]
 
@@ -63,6 +65,7 @@ def page(records: Mapping[str, Any]) -> str:
         measured.walls(records),
         measured.levers(records),
         measured.peers(records),
+        campaign_int8.int8(records),
         source.carried_over(records, history),
         source.faults(),
         source.commands(),

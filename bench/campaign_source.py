@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from campaign_int8 import COMMANDS
 from campaign_measured import GEOMETRIES, MODEL, NT, table
 
 from pyruntime.cubin.geometry import Geometry, read_geometry
@@ -36,9 +37,11 @@ def carried_over(records: Mapping[str, Any], history: Sequence[Mapping[str, Any]
         f"- r46 was built to go from one block to two. Here its base already holds {rows[0][3]}: "
         "the scarcity that it removes does not exist on this device, and its verdict there says "
         "nothing about it here.",
-        "- The campaign's prefill multiplies 8-bit activations with packed weights; ours unpacks "
-        "to fp16 at load. Its largest levers (expanding, scale planes, quantizing once) act on "
-        "slices that this wall does not have: `pyruntime lever price` says so and gives no number.",
+        "- The campaign's prefill multiplies 8-bit activations with packed weights; that of "
+        "these walls unpacks to fp16 at load. The campaign's largest levers (expanding, scale "
+        "planes, quantizing once) act on slices that such a wall does not have: "
+        "`pyruntime lever price` says so and gives no number. With "
+        '`weights="int8"` there are such slices: see above.',
         "- A lever is worth its share. Attention was 9.8 % (r46) and 10.2 % (r48's estimate) of "
         "that prefill; here its share depends on the variant and on the prompt's length, and every "
         "ceiling is worked out from the wall that was measured last.",
@@ -130,6 +133,7 @@ def commands() -> list[str]:
         f"pyruntime lever price --wall bench/results/wall-{NT}-after.json "
         "--save bench/results/lever-after.json",
         f"python bench/peers.py --model {MODEL}",
+        *COMMANDS.values(),
         "python bench/campaign.py",
     ]
     return ["## Run it again", "", "```", *lines, "```", ""]

@@ -14,6 +14,7 @@ from xml.etree.ElementTree import fromstring
 import pytest
 from walls import made_up_wall
 
+from pyruntime.cubin.installed import installed_specs, manifest
 from pyruntime.measure.ab import Measured, Plan, judge
 from pyruntime.measure.gates import Gate
 from pyruntime.measure.levers import read_levers
@@ -82,6 +83,49 @@ def made_up_peers() -> dict[str, Any]:
     }  # fmt: skip
 
 
+def made_up_int8(**slower: float) -> dict[str, Any]:
+    """Prefills whose arms take so many times as long as "int8" does; 9 rounds, 0.2 % of noise."""
+    rng = random.Random(4)
+    arms = {"int8": 1.0, "again": 1.0, "int8:separate": 1.08, "int8:memo": 1.08 / 1.0232,
+            "int8:copy": 1.01, "int8:late": 1.0}  # fmt: skip
+
+    def regime(ratio: float) -> dict[str, Any]:
+        wall = [50 * ratio * rng.gauss(1, 0.002) for _ in range(9)]
+        return {"wall_ms": wall, "gpu_ms": [x - 0.1 for x in wall], "mhz": [1980.0] * 9}
+
+    lengths = ("nt512", "nt2048")
+    found = {
+        arm: {nt: {name: regime(ratio) for name in ("burst", "sustained")} for nt in lengths}
+        for arm, ratio in (arms | slower).items()
+    }
+    about = {"device": "Made-up GPU", "commit": "2" * 40, "date": "2026-03-04T00:00:00"}
+    return {**about, "kernels": {"attention_wgmma_x": ""}, "again": found.pop("again"),
+            "arms": found}  # fmt: skip
+
+
+def made_up_gemm_int8() -> dict[str, Any]:
+    """Products whose rows take so many microseconds: a third block costs Q6_K time."""
+    rng = random.Random(5)
+    rows = {
+        "Q4_K": {"s2_b2": 100.0, "s2_b3": 92.0, "s2_b2_c1": 220.0},
+        "Q6_K": {"s2_b2": 150.0, "s2_b3": 155.0, "s1_b2_c16": 151.0},
+    }
+
+    def raw(us: float) -> list[float]:
+        return [1e-3 * us * rng.gauss(1, 0.001) for _ in range(9)]
+
+    figures = {}
+    for kind, of in rows.items():
+        names = {f"int8_{kind.lower()}_m64_n128_k1_{row}": us for row, us in of.items()}
+        for m in (64, 512, 2048):
+            figures[f"{kind} gate, up {m}"] = {
+                "choice": next(iter(names)), "again": raw(of["s2_b2"]),
+                "ms": {name: raw(us) for name, us in names.items()},
+            }  # fmt: skip
+    about = {"device": "Made-up GPU", "commit": "3" * 40, "date": "2026-03-04T00:00:00"}
+    return {**about, "kernels": {}, "figures": figures}
+
+
 @pytest.fixture
 def results(tmp_path: Path) -> Path:
     folder = tmp_path / "results"
@@ -96,6 +140,8 @@ def results(tmp_path: Path) -> Path:
     save_record(folder / "ab-r46_base-r48.json", "ab", made_up_duel())
     save_record(folder / "ladder.json", "ladder", made_up_ladder())
     save_record(folder / "peers.json", "peers", made_up_peers())
+    save_record(folder / "int8.json", "int8", made_up_int8())
+    save_record(folder / "gemm-int8.json", "gemm-int8", made_up_gemm_int8())
     (folder / "device.json").write_text("{}")  # other records lie there, too
     (folder / "wall-3325-after.trace.json").write_text("{}")
     return folder
@@ -113,11 +159,11 @@ def test_records_are_shown(campaign: ModuleType, results: Path) -> None:
     records = campaign.read_records(results)
     assert set(records) == {
         "wall-3325-before", "wall-3325-after", "lever-before", "lever-after", "ab-r46_base-r48",
-        "ladder", "peers",
+        "ladder", "peers", "int8", "gemm-int8",
     }  # fmt: skip
     text = campaign.page(records)
     assert "Not recorded yet" not in text
-    assert "The records are of commit 000000000000, 111111111111. Since then" in text
+    assert "commit 000000000000, 111111111111, 222222222222, 333333333333. Since then" in text
     wall = records["wall-3325-after"]
     newer = wall | {"kernels": {"attention_wgmma_hd128_w3_n80_cap0": "0" * 64}}
     assert "Since then" not in campaign.page(records | {"wall-3325-after": newer})
@@ -134,6 +180,75 @@ def test_records_are_shown(campaign: ModuleType, results: Path) -> None:
     assert "| gemm, sustained |" in text and "| prefill, sustained |" not in text
     assert "failed: gemm o 512: RuntimeError: x" in text
     assert "quoted, not measured: llama.cpp, m: 9,800 at 512 tokens/s" in text
+
+
+def rows_of(campaign: ModuleType, records: dict[str, Any]) -> dict[str, list[str]]:
+    """The int8 section's rows, by their first cells."""
+    page = campaign.page(records).partition("## The int8 line on an H200")[2].partition("\n## ")[0]
+    lines = (line[1:-1].split("|") for line in page.splitlines() if line.startswith("| "))
+    cells = [[cell.strip() for cell in line] for line in lines]
+    return {" ".join(x[:1] if "`" in x[2] else x[:5]): x for x in cells}
+
+
+def test_levers_of_int8(campaign: ModuleType, results: Path) -> None:
+    rows = rows_of(campaign, campaign.read_records(results))
+    for nt in ("512 tokens", "2048 tokens"):
+        for regime in ("burst", "sustained"):
+            r49, r51, r52, both, late = (
+                rows[f"{x}, {nt}, {regime}"][-3:]
+                for x in ("r49", "r51", "r52", "r51 and r52",
+                          "the wanted row gathered before `o`")
+            )  # fmt: skip
+            assert r49 == ["better, bar cleared", "+2.32 %, LANDED", "as there"]
+            assert r51 == ["better, bar cleared", "+1.89 %, LANDED", "same sign"]  # 4.5 %
+            assert r52 == ["better", "+5.45 %, LANDED", "same sign"]
+            assert both[0] == "better, bar cleared" and both[2] == "same sign"
+            assert late[0] in ("equal", "no verdict") and late[1:] == ["", ""]
+    burst = rows["r49, 512 tokens, burst"]
+    assert burst[2:4] == ["`int8:separate`", "`int8:memo`"] and burst[8] == "0.0039"
+    assert float(burst[4]) == pytest.approx(54.0, rel=3e-3)
+    product = {key: row[-3:] for key, row in rows.items() if key.startswith("r40, third-block")}
+    assert len(product) == 4  # two types, two lengths
+    name = "r40, third-block three blocks per SM, not two {} gate, up 2048"
+    assert product[name.format("Q4_K")] == ["better", "+13.00 %, LANDED", "same sign"]
+    assert product[name.format("Q6_K")] == ["worse", "+13.00 %, LANDED", "not so"]
+    expand = rows["r41, expand16 16 bytes at a time, not one Q4_K gate, up 512"]
+    assert expand[-3:] == ["better", "+30.70 %, LANDED", "same sign"]
+    slots = rows["r39, q6k-double-buffer two slots, not one Q6_K gate, up 512"]
+    assert slots[-1] == "same sign"
+    assert not any(" 64" in key for key in rows)
+
+
+def test_what_the_int8_section_asks_for_is_there(campaign: ModuleType) -> None:
+    section, bench = (importlib.import_module(name) for name in ("campaign_int8", "int8"))
+    for _, _, *arms in section.PREFILLS:
+        assert all(arm.partition(":")[2] in bench.WAYS for arm in arms)
+        assert set(arms) <= set(section.COMMANDS["int8"].split())
+    if "90a" in manifest()["architectures"]:
+        there = {spec.name for spec in installed_specs()}
+        for *_, types, before, after in section.PRODUCTS:
+            for name in types:
+                assert {section.ROW.format(name.lower(), x) for x in (before, after)} <= there
+
+
+def test_int8_verdicts_are_void_where_they_should_be(campaign: ModuleType, results: Path) -> None:
+    records = campaign.read_records(results)
+    key = "r49, 512 tokens, burst"
+    schema = {"schema": "pyruntime.int8/1"}
+    records["int8"] = made_up_int8(again=1.05) | schema
+    assert rows_of(campaign, records)[key][-3:] == ["no verdict", "+2.32 %, LANDED", "open"]
+    assert "A differs from itself by -4." in campaign.page(records)
+    records["int8"] = made_up_int8() | schema
+    records["int8"]["arms"]["int8:memo"]["nt512"]["burst"]["mhz"] = [1700.0] * 9
+    assert rows_of(campaign, records)[key][-1] == "open"
+    assert f"- {key}: void: A began at 1980 MHz and B at 1700, 16.5 % apart." in campaign.page(
+        records
+    )
+    del records["int8"]["arms"]["int8:memo"]
+    assert set(rows_of(campaign, records)) & {key, "r51, 512 tokens, burst"} == set()
+    for kind in ("int8", "gemm-int8"):
+        del records[kind]
+        assert f"/{kind}.json`." in campaign.page(records)
 
 
 def test_pictures_are_svg(campaign: ModuleType, results: Path) -> None:
