@@ -87,7 +87,16 @@ def _prefills(record: Raw, levers: Mapping[str, Lever]) -> list[str]:
                 rows.append([name, what, f"`{before}`", f"`{after}`", *cells])
                 rules += [f"- {name}: {rule}."] * bool(rule)
     head = ["lever, tokens, regime", "what", "before", "after", *FIGURES]
-    return [*table(head, rows), "", *rules]
+    return [*table(head, rows), "", *rules, *_over_llama_cpp(record)]
+
+
+def _over_llama_cpp(record: Raw) -> list[str]:
+    arm, found = next(iter(record["arms"].items()))
+    peer = f"llama.cpp: {record['llama_cpp']['source']}"
+    if "over_llama_cpp" not in found:
+        return [f"- {peer}."]
+    ratios = ", ".join(f"{name} {ratio:.2f}x" for name, ratio in found["over_llama_cpp"].items())
+    return [f"- `{arm}` in tokens/s over llama.cpp: {ratios}. {peer}."]
 
 
 def _products(record: Raw, levers: Mapping[str, Lever]) -> list[str]:

@@ -1,6 +1,7 @@
 """Weights "int8" on a GPU: prefills, greedy generation, and where the time goes, in one command.
 
-    python bench/int8.py [--model FILE] [--arms int8 fp16 ...] [--nt 512 2048] [--save OUT] [--json]
+    python bench/int8.py [--model FILE] [--arms int8 fp16 ...] [--nt 512 2048]
+                         [--llama-bench PROGRAM] [--save OUT] [--json]
 
 Without --model a file of Qwen2.5-7B shapes in the Q4_K_M mix is made up. Arms are engines, all of
 which run in each round, in an order that is drawn anew: "int8", "fp16", "per-layer", and other ways
@@ -13,6 +14,9 @@ Of each arm: tokens per second of prefills in bursts and back to back, tokens pe
 generation at batch 1 (`Engine.generate`, and of the GPU alone), milliseconds of each role, bytes.
 All raw values are kept. Where there are several arms, the first is loaded twice, as AGAIN: what it
 differs from itself is noise.
+
+Rates are also given over llama.cpp's: --llama-bench runs its benchmark on the same file. Without
+that, for made-up weights, the figures in cases.toml are quoted.
 """
 
 from __future__ import annotations
@@ -30,6 +34,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from peers import MODEL, llama_bench
+from peers_cases import CASES
 from regimes import interleaved
 
 from pyruntime import Engine
@@ -141,6 +147,42 @@ def measure(path: Path, arms: Sequence[str], lengths: Sequence[int], rounds: int
     return {**about, "file_bytes": path.stat().st_size, "arms": found, AGAIN: again}
 
 
+def llama_cpp(
+    program: Path | None, path: Path, lengths: Sequence[int], made_up: bool
+) -> dict[str, Any]:
+    """Tokens per second of llama.cpp by prompt length and in "generation", and their source.
+
+    Args:
+        program: llama-bench, to be run on the file at `path`. None: figures are quoted, if it is
+            the `made_up` one.
+    """
+    counts = {str(nt): nt for nt in lengths} | {"generation": GENERATED}
+    if program:
+        found = llama_bench(program, path, list(lengths), GENERATED)
+        if "failed" in found:
+            return {"source": f"none: {found['failed']}"}
+        rates = {key: 1e9 * n / statistics.median(found[key]) for key, n in counts.items()}
+        return {"source": f"measured by {program}", "tok_per_s": rates, "llama_bench": found}
+    if not made_up:
+        return {"source": "none: of this file --llama-bench would have to measure it"}
+    (quoted,) = (x for x in CASES["quoted"] if x["model"] == MODEL)
+    rates = quoted["tokens_per_s"] | {"generation": quoted["generated_per_s"]}
+    return {
+        "source": f"quoted: {quoted['source']}",
+        "tok_per_s": {key: rates[key] for key in counts if key in rates},
+    }
+
+
+def over(found: dict[str, Any], rates: dict[str, float]) -> dict[str, float]:
+    """How many times as many tokens per second as llama.cpp an arm does."""
+    ratios = {
+        f"{name} {regime}": row["tok_per_s"] / rates[name.removeprefix("nt")]
+        for name, by_regime in found.items() if name.startswith("nt")
+        for regime, row in by_regime.items() if name.removeprefix("nt") in rates
+    }  # fmt: skip
+    return ratios | {"generation": found["generation"]["tok_per_s"] / rates["generation"]}
+
+
 def report(record: dict[str, Any]) -> None:
     """A table for people."""
     print(f"{record['device']}, commit {record['commit']}")
@@ -157,9 +199,13 @@ def report(record: dict[str, Any]) -> None:
         )
         print(f"{arm}: planned {found['planned_bytes']:,} bytes, peak {found['peak_bytes']:,}")
         print("  " + "\n  ".join(rates))
+        if ratios := found.get("over_llama_cpp"):
+            told = ", ".join(f"{name} {ratio:.2f}x" for name, ratio in ratios.items())
+            print(f"  over llama.cpp: {told}")
         for nt, roles in found.get("roles_ms", {}).items():
             parts = sorted(roles.items(), key=lambda item: -item[1])
             print(f"  nt {nt}: " + ", ".join(f"{role} {ms:.3f}" for role, ms in parts) + " ms")
+    print(f"llama.cpp: {record['llama_cpp']['source']}")
 
 
 def main() -> int:
@@ -168,18 +214,23 @@ def main() -> int:
     parser.add_argument("--arms", nargs="+", default=["int8"])
     parser.add_argument("--nt", type=int, nargs="+", default=[512, 2048])
     parser.add_argument("--rounds", type=int, default=ROUNDS)
+    parser.add_argument("--llama-bench", type=Path, metavar="PATH", help="llama.cpp's llama-bench")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--save", type=Path)
     args = parser.parse_args()
     from pyruntime.tools.synth import main as synth
 
     with tempfile.TemporaryDirectory() as folder:
-        path = args.model or Path(folder, "qwen2.5-7b.gguf")
+        path = args.model or Path(folder, f"{MODEL}.gguf")
         if args.model is None:
             stdout, sys.stdout = sys.stdout, sys.stderr
-            synth(["qwen2.5-7b", str(path)])
+            synth([MODEL, str(path)])
             sys.stdout = stdout
         record = measure(path, args.arms, args.nt, args.rounds)
+        made_up = args.model is None
+        record["llama_cpp"] = peer = llama_cpp(args.llama_bench, path, args.nt, made_up)
+    for found in record["arms"].values() if "tok_per_s" in peer else ():
+        found["over_llama_cpp"] = over(found, peer["tok_per_s"])
     if args.save:
         save_record(args.save, "int8", record)
     if args.json:

@@ -134,17 +134,23 @@ def versions(*packages: str) -> dict[str, str | None]:
     return found
 
 
-def llama_bench(program: Path, model: Path, tokens: list[int]) -> dict[str, Any]:
-    """llama-bench's own report for the same file and prompt lengths, or why it "failed"."""
-    prompts = ",".join(map(str, tokens))
-    command = [program, "-m", model, "-p", prompts, "-n", "0", "-fa", "1", "-o", "json"]
+def llama_bench(
+    program: Path, model: Path, tokens: list[int], generated: int = 0
+) -> dict[str, Any]:
+    """llama-bench's own report for the same file and prompt lengths, or why it "failed".
+
+    By length the nanoseconds of each run; "generation": those of generating so many tokens.
+    """
+    options = {"-m": model, "-p": ",".join(map(str, tokens)), "-n": generated, "-fa": 1}
+    command = [program, *(str(x) for option in options.items() for x in option), "-o", "json"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode:
             last = done.stderr.strip().rpartition("\n")[2]
             return {"failed": f"{program}: exit code {done.returncode}; {last}"}
         rows = json.loads(done.stdout)
-        return {str(row["n_prompt"]): row["samples_ns"] for row in rows} | {"report": rows}
+        found = {str(row["n_prompt"] or "generation"): row["samples_ns"] for row in rows}
+        return found | {"report": rows}
     except (OSError, ValueError, LookupError, TypeError) as error:  # none, or another report
         return {"failed": f"{program}: {told(error)}"}
 

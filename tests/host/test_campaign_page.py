@@ -99,8 +99,9 @@ def made_up_int8(**slower: float) -> dict[str, Any]:
         for arm, ratio in (arms | slower).items()
     }
     about = {"device": "Made-up GPU", "commit": "2" * 40, "date": "2026-03-04T00:00:00"}
+    found["int8"]["over_llama_cpp"] = {"nt512 burst": 2.125, "generation": 0.987}
     return {**about, "kernels": {"attention_wgmma_x": ""}, "again": found.pop("again"),
-            "arms": found}  # fmt: skip
+            "arms": found, "llama_cpp": {"source": "quoted: somebody"}}  # fmt: skip
 
 
 def made_up_gemm_int8() -> dict[str, Any]:
@@ -191,7 +192,10 @@ def rows_of(campaign: ModuleType, records: dict[str, Any]) -> dict[str, list[str
 
 
 def test_levers_of_int8(campaign: ModuleType, results: Path) -> None:
-    rows = rows_of(campaign, campaign.read_records(results))
+    records = campaign.read_records(results)
+    rows, page = rows_of(campaign, records), campaign.page(records)
+    assert "`int8` in tokens/s over llama.cpp: nt512 burst 2.12x, generation 0.99x. " in page
+    assert "llama.cpp: quoted: somebody." in page
     for nt in ("512 tokens", "2048 tokens"):
         for regime in ("burst", "sustained"):
             r49, r51, r52, both, late = (
@@ -241,6 +245,8 @@ def test_int8_verdicts_are_void_where_they_should_be(campaign: ModuleType, resul
     records["int8"] = made_up_int8() | schema
     records["int8"]["arms"]["int8:memo"]["nt512"]["burst"]["mhz"] = [1700.0] * 9
     assert rows_of(campaign, records)[key][-1] == "open"
+    del records["int8"]["arms"]["int8"]["over_llama_cpp"]
+    assert "- llama.cpp: quoted: somebody." in campaign.page(records)
     assert f"- {key}: void: A began at 1980 MHz and B at 1700, 16.5 % apart." in campaign.page(
         records
     )

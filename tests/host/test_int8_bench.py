@@ -49,6 +49,12 @@ def test_int8_bench(
     out, arms = tmp_path / "int8.json", ["int8", "fp16", "int8:memo", "int8:copy"]
     command = ["int8.py", "--model", str(GOLDEN / "tiny-qwen2-q4_k_m.gguf"), "--arms", *arms]
     command += ["--nt", "3", "9", "--rounds", "2", "--save", str(out)]
+    program = tmp_path / "llama-bench"
+    runs = [(3, 3_000_000), (9, 9_000_000), (0, 60_000_000)]
+    report = [{"n_prompt": nt, "samples_ns": [ns]} for nt, ns in runs]
+    program.write_text(f"#!/bin/sh\necho '{json.dumps(report)}'\n")
+    program.chmod(0o755)
+    command += ["--llama-bench", str(program)]
     monkeypatch.setattr(sys, "argv", command + (["--json"] if as_json else []))
     assert bench.main() == 0
     record, printed = load_record(out, "int8"), capsys.readouterr().out
@@ -56,6 +62,8 @@ def test_int8_bench(
         assert {"schema": "pyruntime.int8/1", **json.loads(printed)} == record
     else:
         assert "nt9 burst" in printed and "of the GPU" in printed
+        assert printed.count("over llama.cpp: nt3 burst") == len(arms)
+        assert f"llama.cpp: measured by {program}" in printed
     assert list(record["arms"]) == arms
     ways = [Int8Options(), None, Int8Options("memo"), Int8Options(copy=True)]
     assert made == ways and Int8Options() == int8_layers.OPTIONS
@@ -66,6 +74,47 @@ def test_int8_bench(
         assert found["generation"]["tokens"] == [6, 6]
         assert ("gate" in found["roles_ms"]["9"]) == arm.startswith("int8")
         assert found["planned_bytes"] > 0
+        burst, made = found["nt9"]["burst"]["tok_per_s"], found["generation"]["tok_per_s"]
+        assert found["over_llama_cpp"]["nt9 burst"] == pytest.approx(burst / 1000)
+        assert found["over_llama_cpp"]["generation"] == pytest.approx(made / 100)
+
+
+LENGTHS = (512, 2048, 3000)
+RUNS = [
+    *({"n_prompt": nt, "samples_ns": [x * nt for x in (10**6, 10**5, 10**9)]} for nt in LENGTHS),
+    {"n_prompt": 0, "samples_ns": [320_000_000]},
+]
+
+
+def test_llama_cpp_is_quoted_or_measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "bench"))
+    import int8 as bench
+
+    quoted = bench.llama_cpp(None, tmp_path, LENGTHS, made_up=True)
+    assert quoted["source"].startswith("quoted: an H200")
+    assert quoted["tok_per_s"] == {"512": 9800, "2048": 10700, "generation": 284}
+    given = bench.llama_cpp(None, tmp_path, LENGTHS, made_up=False)
+    assert given.keys() == {"source"} and given["source"].startswith("none: ")
+
+    program, asked = tmp_path / "llama-bench", tmp_path / "asked"
+    program.write_text(f"#!/bin/sh\necho $* > {asked}\necho '{json.dumps(RUNS)}'\n")
+    program.chmod(0o755)
+    model = tmp_path / "x.gguf"
+    measured = bench.llama_cpp(program, model, LENGTHS, made_up=True)
+    assert asked.read_text().split() == [
+        "-m", str(model), "-p", "512,2048,3000", "-n", "64", "-fa", "1", "-o", "json",
+    ]  # fmt: skip
+    assert measured["source"] == f"measured by {program}"
+    rates = measured["tok_per_s"]
+    assert rates == {"512": 1000, "2048": 1000, "3000": 1000, "generation": 200}
+    assert measured["llama_bench"]["report"] == RUNS
+    program.write_text("#!/bin/sh\nexit 3\n")
+    assert "exit code 3" in bench.llama_cpp(program, model, LENGTHS, made_up=True)["source"]
+
+    arm = {"nt512": {"burst": {"tok_per_s": 25000}, "sustained": {"tok_per_s": 20000}},
+           "nt9": {"burst": {"tok_per_s": 1}}, "generation": {"tok_per_s": 250}}  # fmt: skip
+    ratios = {"nt512 burst": 25, "nt512 sustained": 20, "generation": 1.25}
+    assert bench.over(arm, rates) == ratios
 
 
 def test_gemm_int8_bench(
