@@ -12,6 +12,9 @@ COLOURS = {
     "gate_up": "#0072b2", "down": "#56b4e9", "qkv": "#009e73", "o": "#8fd3b6", "head": "#00543e",
     "attention": "#d55e00", "rope": "#e69f00", "norm": "#f0e442", "embed": "#999999",
     "gather": "#555555", "softcap": "#bbbbbb", "schedule": "#dddddd",
+    # Of products with int8 activations: shades of the fused ones', and what makes planes.
+    "gate": "#0072b2", "up": "#4a9fd0", "q": "#009e73", "k": "#33b38f", "v": "#66c8ab",
+    "gated": "#b5a800", "quantize": "#d8cd2b",
 }  # fmt: skip
 OTHER = "#cc79a7"
 FONT = "font-family='system-ui, sans-serif' font-size='13'"

@@ -13,17 +13,18 @@ import numpy as np
 from pyruntime.driver.memory import DeviceArray, PinnedBuffer
 from pyruntime.driver.stream import Stream
 from pyruntime.engine import Engine
-from pyruntime.errors import EngineError
 from pyruntime.measure import records
 from pyruntime.measure.account import Call, account, checks, explain
 from pyruntime.measure.clock import ClockProbe
-from pyruntime.measure.graph import expected_work
+from pyruntime.measure.graph import Packed, Planes, expected_work
 from pyruntime.measure.inplace import spans, time_in_place
 from pyruntime.measure.launches import gpu_model
 from pyruntime.measure.roofline import Roofline
 from pyruntime.measure.series import REGIMES
 from pyruntime.measure.telemetry import Telemetry
+from pyruntime.model.gpu import GpuModel
 from pyruntime.model.live import RESULT_BYTES, live_bytes
+from pyruntime.model.weights import Weights
 from pyruntime.ops.attention_choice import Choice
 
 
@@ -33,12 +34,10 @@ def measure_wall(
     """Times a prefill of `nt` random tokens; the record (schema pyruntime.wall/1, without it).
 
     Raises:
-        EngineError: the engine does not run on a GPU, or not with weights "fp16", whose work this
-            knows. ValueError: nt is beyond its `max_tokens`.
+        EngineError: the engine does not run on a GPU, or with weights "per-layer", whose launches
+            run on two streams. ValueError: nt is beyond its `max_tokens`.
     """
     model = gpu_model(engine)
-    if model.weights_mode == "int8":
-        raise EngineError("a wall is of weights='fp16'; for those of 'int8' see bench/int8.py")
     ids = np.random.default_rng(0).integers(0, engine.config.vocab, nt)
     rest = REGIMES[regime].rest
     with (
@@ -62,8 +61,9 @@ def measure_wall(
     rotates = any(x.kernel.spec.tile.get("epilogue") == "qkv" for x in launches)
     packed_head = any(x.kernel.spec.tile.get("op") == "logits" for x in launches)
     expected = expected_work(
-        engine.config, nt, row_bytes, model.kv_dtype, scheduled, rotates, packed_head
-    )
+        engine.config, nt, row_bytes, model.kv_dtype, scheduled, rotates, packed_head,
+        packed_matrices(model),
+    )  # fmt: skip
     slices = account(named, timed.medians, expected, roofline)
     gap = explain(calls, statistics.median(timed.busy), statistics.median(timed.overlapped), copies)
     return {
@@ -87,6 +87,18 @@ def measure_wall(
         ],
         "checks": checks(nt, slices, timed, gap, bool(np.isfinite(logits).all())),
     }
+
+
+def packed_matrices(model: GpuModel) -> Planes:
+    """The matrices that a model multiplies with int8 activations."""
+    weights = model.weights
+    if not isinstance(weights, Weights):
+        return ()
+    groups = zip(weights.planes, [weights.outer, *weights.layers], strict=True)
+    return [
+        {name: Packed(kind, arrays[name].nbytes) for name, kind in planes.items()}
+        for planes, arrays in groups
+    ]
 
 
 def _call(engine: Engine, ids: Any, rest: float) -> Call:

@@ -20,9 +20,8 @@ from pyruntime.driver.device import Device
 from pyruntime.driver.library import Library
 from pyruntime.driver.memory import DeviceArray
 from pyruntime.driver.stream import Stream
-from pyruntime.errors import EngineError, NumericalError, UnsupportedModelError
+from pyruntime.errors import NumericalError, UnsupportedModelError
 from pyruntime.gguf import GGUFFile
-from pyruntime.measure.wall import measure_wall
 from pyruntime.model import footprint, int8_layers, loader
 from pyruntime.model.config import ModelConfig
 from pyruntime.model.decoder import Decoder, Shape
@@ -336,12 +335,6 @@ def test_a_file_without_packed_matrices_is_refused(load: Load, stem: str) -> Non
         load(model=GOLDEN / f"tiny-{stem}.gguf", weights="int8")
     with pytest.raises(UnsupportedModelError, match=text):
         Engine.plan(GOLDEN / f"tiny-{stem}.gguf", weights="int8")
-
-
-def test_a_wall_is_not_of_int8(load: Load) -> None:
-    roof: Any = None  # not looked at
-    with pytest.raises(EngineError, match="a wall is of weights='fp16'"):
-        measure_wall(load(weights="int8"), 9, roof, regime="burst", rounds=1, commit=None)
 
 
 def test_int8_is_not_invariant(load: Load) -> None:

@@ -17,6 +17,7 @@ import pytest
 import timed_driver
 from browser import browse, layout
 from goldens import GOLDEN
+from models import write_wide_model
 from walls import made_up_wall, qwen2_7b
 
 from pyruntime import Engine
@@ -24,12 +25,13 @@ from pyruntime.cli import main
 from pyruntime.cubin.installed import manifest
 from pyruntime.measure import roofline
 from pyruntime.measure.account import Call, checks, explain
-from pyruntime.measure.graph import GEMMS, expected_work
+from pyruntime.measure.graph import GEMMS, Packed, Planes, Work, expected_work
 from pyruntime.measure.inplace import InPlace
-from pyruntime.measure.launches import describe
+from pyruntime.measure.launches import describe, gpu_model
 from pyruntime.measure.records import load_record
 from pyruntime.measure.series import REGIMES, Regime
 from pyruntime.measure.telemetry import parse
+from pyruntime.measure.wall import packed_matrices
 from pyruntime.ops import qkv
 from pyruntime.tools.charts import wall_svg
 from pyruntime.tools.wallfiles import write_files
@@ -218,7 +220,7 @@ def test_the_parts_of_the_gap_add_up() -> None:
 def test_the_graph_of_a_7b_model_is_the_published_one() -> None:
     """21,019 GMAC at 3,325 tokens with all rows in the last output projection (yusiwen/minfer)."""
     work = expected_work(qwen2_7b(), 3325, 2016)
-    macs = sum(work[role].flop // 2 for role in GEMMS if role != "head")
+    macs = sum(work[role].flop // 2 for role in GEMMS if role in work and role != "head")
     o_rows_dropped = 3324 * 3584 * 3584
     assert (macs + o_rows_dropped) / 1e9 == pytest.approx(21_019, abs=1)
     assert {role: w.launches for role, w in work.items()} == {
@@ -276,6 +278,95 @@ def test_the_graph_of_models_with_windows_is_what_runs(
         min(i + 1, c.window_of(layer) or nt) for layer in range(c.layers) for i in range(nt)
     )
     assert work["attention"].flop == 4 * c.heads * c.head_dim * pairs
+
+
+def graphs_of_int8(path: Path, nt: int, kv_dtype: str) -> tuple[Counter[str], Any, Any, Planes]:
+    """Launches of a prefill by role; expected work with its packed matrices, and all in fp16."""
+    options = {"max_tokens": 64, "kv_dtype": kv_dtype, "weights": "int8", "attention": "fast"}
+    with Engine.load(path, device="cuda:0", **options) as engine:
+        launches = describe(engine, np.zeros(nt, np.int32))["launches"]
+        c, planes = engine.config, packed_matrices(gpu_model(engine))
+    names = {kernel for _, kernel, _ in launches}
+    about = {
+        "rotates": any("qkv" in name for name in names),
+        "packed_head": any(name.startswith("rows_logits") for name in names),
+    }
+    works = (expected_work(c, nt, 100, kv_dtype, planes=x, **about) for x in (planes, ()))
+    return Counter(role for role, *_ in launches), *works, planes
+
+
+@pytest.mark.parametrize("stem", sorted(path.stem for path in GOLDEN.glob("*-q*.gguf")))
+@pytest.mark.parametrize(("nt", "kv_dtype"), [(1, "f16"), (8, "f16"), (60, "f16"), (60, "e4m3")])
+def test_the_graph_of_int8_is_what_runs(
+    driver: timed_driver.TimedDriver, stem: str, nt: int, kv_dtype: str
+) -> None:
+    """FLOP of products are those of fp16."""
+    found, work, wide, _ = graphs_of_int8(GOLDEN / f"{stem}.gguf", nt, kv_dtype)
+    assert found == {role: w.launches for role, w in work.items()}
+    assert not {"qkv", "gate_up"} & work.keys()
+    parts = {"qkv": ("q", "k", "v"), "gate_up": ("gate", "up"), "o": ("o",), "down": ("down",)}
+    for fused, names in parts.items():
+        assert sum(work[x].flop for x in names) == wide[fused].flop
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("nt", [1, 60])
+def test_the_graph_of_int8_where_some_stay_fp16(
+    driver: timed_driver.TimedDriver, tmp_path: Path, nt: int, tied: bool
+) -> None:
+    half = ("blk.0.attn_k.weight", "blk.1.attn_output.weight", "blk.1.ffn_down.weight")
+    path = write_wide_model(tmp_path / "m.gguf", half=half, tied=tied)
+    found, work, _, planes = graphs_of_int8(path, nt, "f16")
+    assert found == {role: w.launches for role, w in work.items()}
+    assert [sorted(x) for x in planes] == [
+        [], ["attn_output", "down", "gate", "up"], ["k", "q", "v"],
+    ]  # fmt: skip
+    assert work["qkv"].launches == work["q"].launches == work["gate_up"].launches == 1
+
+
+def test_the_bytes_of_int8() -> None:
+    """A layer's matrices as they are packed; a plane once for each that reads it, and once made."""
+    c = replace(qwen2_7b(), layers=2)
+    h, kv, ffn, nt = 3584, 512, 18944, 3325
+    layer = {
+        "q": Packed("Q4_K", 11), "k": Packed("Q4_K", 13), "v": Packed("Q6_K", 17),
+        "attn_output": Packed("Q4_K", 19), "gate": Packed("Q4_K", 23), "up": Packed("Q4_K", 29),
+        "down": Packed("Q6_K", 31),
+    }  # fmt: skip
+    planes = [{"output": Packed("Q6_K", 37)}, layer, layer]
+    work, wide = (expected_work(c, nt, 2016, planes=x) for x in (planes, ()))
+
+    def plane(k: int, sums: bool = True) -> float:
+        return k * (1 + 8 / 32 + (4 / 32 if sums else 0))
+
+    assert work["q"].bytes == 2 * (11 + nt * (plane(h) + 4 * h))
+    assert work["v"].bytes == 2 * (17 + nt * (plane(h, sums=False) + 4 * kv))
+    assert work["o"].bytes == 2 * 19 + (nt + 1) * (plane(h) + 8 * h)
+    assert work["gate"].bytes == 2 * 23 + (nt + 1) * (plane(h) + 2 * ffn)
+    assert work["gated"].bytes == (nt + 1) * (2 * 2 * ffn + plane(ffn))
+    assert work["down"].bytes == 2 * 31 + (nt + 1) * (plane(ffn, sums=False) + 8 * h)
+    assert work["quantize"] == Work(3, 0, int((nt + 2) * (2 * h + plane(h))))
+    assert work["head"].bytes == 37 + plane(h, sums=False) + 4 * 152064
+    assert work["norm"].flop == wide["norm"].flop
+    made = 2 * nt + nt + 1  # rows that norms write as planes; the last norm's is fp16
+    assert work["norm"].bytes - wide["norm"].bytes == made * (plane(h) - 2 * h)
+    same = {"embed", "rope", "attention", "gather"}
+    assert all(work[role] == wide[role] for role in same) and "qkv" not in work
+
+
+def test_a_wall_of_int8(driver: timed_driver.TimedDriver, tmp_path: Path) -> None:
+    command = ["wall", str(GOLDEN / "tiny-qwen2-q4_k_m.gguf"), "--nt", str(NT), "--rounds", "2"]
+    assert main([*command, "--options", "weights=int8", "--save", str(tmp_path / "w")]) == 0
+    record = load_record(tmp_path / "w.json", "wall")
+    slices = {s["role"]: s for s in record["slices"]}
+    assert list(slices) == [
+        *(["schedule"] if "schedule" in slices else []),
+        "embed", "norm", "quantize", "q", "k", "v", "rope", "attention", "gather", "o", "gate",
+        "up", "gated", "down", "head",
+    ]  # fmt: skip
+    assert all(s["launches"] == s["launches_expected"] for s in record["slices"])
+    assert {c["name"]: c["passed"] for c in record["checks"]}["launches"]
+    assert slices["gate"]["us_per_gmac"] and slices["gated"]["us_per_gmac"] is None
 
 
 def test_the_roofline_is_measured_once(driver: timed_driver.TimedDriver, tmp_path: Path) -> None:
