@@ -16,6 +16,9 @@ and, beside these, cpu: CPU time of the calling thread in `prefill`, the wait in
 may spin there), and without it; gpu, wall: milliseconds, as `Result.timings` has them; what making
 the graph took. Medians are shown; rounds of both ways alternate.
 
+So each way finds the host's caches full of the other one's work. What a replay takes of the CPU
+where replays follow one another, as in a service at work, is measured by itself ("in a row").
+
 Apart from these, as watching takes time: how long each function of the driver takes in a prefill,
 also where the result before is held, so that the logits lie elsewhere; what a launch takes, as a
 bare call of the driver with all arguments made before, and through `Program.enqueue`; and what many
@@ -53,6 +56,7 @@ from pyruntime.measure.series import REGIMES
 
 LENGTHS = (1, 16, 128, 512)
 ROUNDS, CALLS = 21, 1000
+ROW, WARM_UP = 200, 20  # replays in a row, and those before
 WAYS = ("off", "auto")
 PARTS = ("before_us", "allocation_us", "enqueue_us", "wait_us", "after_us", "drop_us")
 BESIDE = ("cpu_us", "cpu_without_wait_us", "gpu_ms", "wall_ms")
@@ -146,6 +150,38 @@ def call(engine: Engine, ids: Any, watch: Watch, rest: float) -> dict[str, float
         "cpu_without_wait_us": 1e6 * (cpu - watch.cpu),
         "gpu_ms": 1e3 * timings["gpu"],
         "wall_ms": 1e3 * timings["wall"],
+    }
+
+
+def in_a_row(engine: Engine, ids: Any, calls: int) -> dict[str, Any]:
+    """What so many replays, one right after the other, take the host, each result dropped at once.
+
+    Returns: for each call `wait_us`, until the stream is done, and `host_us`, all the rest of it;
+    `cpu_us`: CPU time of the thread for a call on average, the waits included (the driver spins).
+    """
+    wait: Callable[[Stream, float | None], bool] = Stream.finish
+    waits, totals = [], []
+
+    def timed(stream: Stream, seconds: float | None = None) -> bool:
+        began = time.perf_counter()
+        done = wait(stream, seconds)
+        waits.append(time.perf_counter() - began)
+        return done
+
+    with patch.object(Stream, "finish", timed):
+        for _ in range(WARM_UP):
+            engine.prefill(ids)
+        waits.clear()
+        cpu = time.thread_time()
+        for _ in range(calls):
+            began = time.perf_counter()
+            engine.prefill(ids)
+            totals.append(time.perf_counter() - began)
+        cpu = time.thread_time() - cpu
+    return {
+        "host_us": [1e6 * (t - w) for t, w in zip(totals, waits, strict=True)],
+        "wait_us": [1e6 * w for w in waits],
+        "cpu_us": 1e6 * cpu / calls,
     }
 
 
@@ -258,6 +294,7 @@ def measure(
                 {"regime": name, "graphs": way} | {k: [x[k] for x in found] for k in found[0]}
                 for (name, way), found in samples.items()
             ],
+            "in_a_row": in_a_row(replaying, ids, ROW),
             "driver": driver_calls(replaying, ids, rounds),
             "driver_held": driver_calls(replaying, ids, rounds, held=True),
             "launches": len(gpu_model(replaying).recorded(nt)),
@@ -288,6 +325,12 @@ def report(record: dict[str, Any]) -> None:
                 medians = "".join(f"{statistics.median(found[name]):21.2f}" for name in names)
                 print(f"{length:6} {found['regime']:9} {found['graphs']:5}{medians}")
     for length, row in record["lengths"].items():
+        found = row["in_a_row"]
+        host, wait = (statistics.median(found[x]) for x in ("host_us", "wait_us"))
+        print(
+            f"{length}: {len(found['host_us'])} replays in a row: {host:.1f} us of the host for "
+            f"one, and {wait:.1f} us of waiting; {found['cpu_us']:.1f} us of CPU for both"
+        )
         print(
             f"{length}: {row['launches']} launches, capture {row['capture_ms']:.2f} ms, "
             f"{row['graph_bytes']:,} bytes, bit-equal: {row['bit_equal']}; a replay's driver "

@@ -69,6 +69,9 @@ def test_host_bench(
             assert values.shape == (10, 2) and (values >= 0).all()
             parts = values[: len(bench.PARTS)].sum(0)
             assert (1e3 * np.array(found["wall_ms"]) < parts).all()
+        in_a_row = row["in_a_row"]
+        assert len(in_a_row["host_us"]) == len(in_a_row["wait_us"]) == bench.ROW
+        assert min(in_a_row["host_us"]) > 0 and min(in_a_row["wait_us"]) > 0 < in_a_row["cpu_us"]
         assert row["driver"]["cuGraphLaunch"]["calls"] == [1, 1]
         assert "cuGraphExecKernelNodeSetParams" not in row["driver"]
         if weights == "fp16":
