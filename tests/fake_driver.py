@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 from cuda.bindings import driver
+from numpy.typing import NDArray
 
 from pyruntime.cubin.installed import manifest
 from pyruntime.driver import tensormap
@@ -116,10 +117,10 @@ class FakeDriver:
         calls: how often each function was called. misuse: what should not have happened.
         captures: those that go on. graphs: by handle, captured or instantiated.
         replayed: called with each graph that is launched, and the stream.
-        carry_out: called with the parameters' address of each launch when it is carried out, those
-            of a graph among its copies.
-        keep: called with that address when a graph takes a launch over, and when a node of it is
-            updated; what it gives is what `carry_out` is then called with instead.
+        carry_out: called with the configuration of each launch, its kernel and its parameters'
+            address when it is carried out, those of a graph among its copies.
+        keep: called with kernel and address when a graph takes a launch over, and when a node of it
+            is updated; what it gives is what `carry_out` is then called with instead of an address.
         fresh: what the bytes of new memory are.
     """
 
@@ -139,8 +140,8 @@ class FakeDriver:
         self._ended: list[Capture] = []
         self.graphs: dict[int, Capture] = {}
         self.replayed: Callable[[Capture, int], object] = lambda graph, stream: None
-        self.carry_out: Callable[[Any], object] = lambda address: None
-        self.keep: Callable[[int], Any] = lambda address: address
+        self.carry_out: Callable[[Any, str, Any], object] = lambda config, kernel, address: None
+        self.keep: Callable[[str, int], Any] = lambda kernel, address: address
         self.fresh = 0
         self._loaded: set[str] = set()  # kernels
         self._lock = RLock()  # a finalizer may come in the middle
@@ -220,7 +221,7 @@ class FakeDriver:
             capture.loose.add(stream)
         if name == "cuLaunchKernelEx":  # a graph keeps a launch as it is now
             config, kernel, address, extra = arguments
-            arguments = (snapshot(config), kernel, self.keep(address), extra)
+            arguments = (snapshot(config), kernel, self.keep(kernel, address), extra)
         capture.calls.append((name, arguments))
 
     def _begin(self, stream: int, mode: Any) -> None:
@@ -263,7 +264,7 @@ class FakeDriver:
         graph = self.graphs[handle]
         self._require(graph.template is node.graph, "a node of another graph")
         self._require(parameters.func == kernel, "a node of another kernel")
-        kept = config, kernel, self.keep(parameters.kernelParams), extra
+        kept = config, kernel, self.keep(kernel, parameters.kernelParams), extra
         graph.calls[node.number] = "cuLaunchKernelEx", kept
 
     def _new_graph(self, kind: str, graph: Capture) -> int:
@@ -279,6 +280,9 @@ class FakeDriver:
         for name, arguments in graph.calls:
             self._result(name, *arguments)
 
+    def _memory(self, nbytes: int) -> NDArray[np.uint8]:
+        return np.zeros(nbytes, np.uint8)
+
     def _fail_if_due(self, name: str) -> None:
         left, code = self.fail.pop(name, (0, 0))
         if left:
@@ -292,7 +296,7 @@ class FakeDriver:
             raise StatusError(INVALID_VALUE)
 
     def _require_inside(self, at: int, nbytes: int) -> None:
-        arrays = self.live["arrays"].items()
+        arrays = list(self.live["arrays"].items())  # a finalizer may come in the middle
         inside = any(a <= at <= a + array.nbytes - nbytes for a, array in arrays)
         self._require(inside, f"{nbytes} bytes at {at:#x} are not inside of one array")
 
@@ -339,7 +343,7 @@ class FakeDriver:
             case _ if name in self.answers:
                 if name == "cuLaunchKernelEx":
                     self.working = self.slow
-                    self.carry_out(arguments[2])
+                    self.carry_out(*arguments[:3])
                 elif name == "cuStreamSynchronize" and arguments[0]:  # others do not wait for ours
                     self.working = 0
                 return self.answers[name]
@@ -347,7 +351,7 @@ class FakeDriver:
                 nbytes = size if name.startswith("cuMem") else 1
                 if name == "cuMemAlloc" and nbytes > self._result("cuMemGetInfo")[0]:
                     raise StatusError(OUT_OF_MEMORY)
-                thing = np.zeros(nbytes, np.uint8)
+                thing = self._memory(nbytes)
                 if self.fresh:
                     thing.fill(self.fresh)
                 self.live[MAKERS[name]][thing.ctypes.data] = thing

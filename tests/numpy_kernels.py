@@ -69,12 +69,12 @@ class NumpyKernels:
         monkeypatch.setattr(driver, "keep", self._keep)
         monkeypatch.setattr(driver, "fresh", 0xFF)
 
-    def _keep(self, address: int) -> tuple[Launch, dict[str, Any]]:
+    def _keep(self, kernel: str, address: int) -> tuple[Launch, dict[str, Any]]:
         """A launch with its parameters as they are now."""
         launch, given = self._kept[address]
         return launch, dict(given)
 
-    def _run(self, launched: int | tuple[Launch, dict[str, Any]]) -> None:
+    def _run(self, config: Any, kernel: str, launched: int | tuple[Launch, dict[str, Any]]) -> None:
         launch, given = self._kept[launched] if isinstance(launched, int) else launched
         run = FAMILIES[launch.kernel.spec.family]
         run(Work(launch, given, self._memory, self._schedules))
