@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import re
+import shlex
 import shutil
+import subprocess
 import sys
 import sysconfig
 from pathlib import Path
@@ -19,6 +22,14 @@ def nvcc() -> str:
         if found := shutil.which(path):
             return found
     pytest.skip("no nvcc: neither the build's, nor the wheel nvidia-cuda-nvcc, nor one on PATH")
+
+
+def cuda_includes() -> list[str]:
+    """Where that nvcc has CUDA's headers from, as options of a compiler."""
+    command = [nvcc(), "--dryrun", "-x", "cu", "-c", "/dev/null"]
+    said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    (found,) = re.findall(r"^#\$ INCLUDES=(.*)$", said, re.MULTILINE)
+    return shlex.split(shlex.split(found)[0])
 
 
 def cmake() -> str:

@@ -9,12 +9,22 @@ from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
 
+import pytest
+
 ROOT = str(Path(__file__).parents[1])
 
 # `python -m pytest` looks in the working folder first: for sources without cubins and tools.
 if ("-m", "pytest") in pairwise(sys.orig_argv) and not sys.flags.safe_path and ROOT in sys.path:
     sys.path.remove(ROOT)
 os.environ["PYTHONSAFEPATH"] = "1"  # nor do the interpreters that tests start
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--emulate", nargs="?", const="80", choices=("80", "120"), metavar="ARCHITECTURE",
+        help="run tests/gpu on the host, with kernels as they are for sm_80 or another: see "
+        "tests/emulated_driver.py",
+    )  # fmt: skip
 
 
 def pytest_collection_finish() -> None:

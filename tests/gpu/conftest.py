@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import zlib
 from collections.abc import Iterator
 from typing import Any
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 from numpy.typing import DTypeLike, NDArray
 
+from pyruntime.driver import api
 from pyruntime.driver.device import Device
 from pyruntime.driver.library import Library
 from pyruntime.driver.memory import DeviceArray
@@ -75,7 +77,29 @@ class Gpu:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _needs_a_device() -> None:
+def _emulation(request: pytest.FixtureRequest) -> Iterator[None]:
+    """With --emulate kernels run on the host."""
+    architecture = request.config.getoption("--emulate")
+    if architecture is None:
+        yield
+        return
+    from compilers import cuda_includes, cxx
+    from emulated_driver import EmulatedDriver
+
+    try:
+        cxx(), cuda_includes()
+    except pytest.skip.Exception as missing:
+        pytest.exit(f"--emulate: {missing}", returncode=3)
+    driver = EmulatedDriver(architecture)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(api, "bindings", lambda: driver)
+        yield
+        gc.collect()  # what is dropped goes back to it
+    assert driver.misuse == []
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _needs_a_device(_emulation: None) -> None:
     """One message instead of hundreds of errors."""
     try:
         Device(0).close()
