@@ -35,7 +35,7 @@ from pyruntime.cubin.spec import KernelSpec, read_specs
 
 CUDA = Path(__file__).parents[1] / "cuda"
 EMULATOR = Path(__file__).parent / "emulator"
-FLAGS = ["-std=c++17", "-O1", "-ffp-contract=off", "-fPIC", "-shared", "-w"]
+FLAGS = ["-std=c++17", "-O1", "-U_FORTIFY_SOURCE", "-ffp-contract=off", "-fPIC", "-shared", "-w"]
 # Shared memory of a block and of a multiprocessor, by architecture: CUDA programming guide,
 # "Compute Capabilities".
 SHARED = {"80": (163 << 10, 164 << 10), "120": (99 << 10, 100 << 10)}
