@@ -21,7 +21,6 @@ from pyruntime.errors import DriverNotFoundError
 from pyruntime.measure.series import REGIMES, Regime
 from pyruntime.model.decoder import Decoder
 
-
 TIMED = ("test_banks", "test_clock", "test_measure")  # what a host says nothing about
 
 
