@@ -1,5 +1,9 @@
-// Reductions over a warp and over a block.
+// Reductions: of four squares, over a warp and over a block.
 #pragma once
+
+__device__ __forceinline__ float square(float4 v) {
+  return v.x * v.x + v.y * v.y + v.z * v.z + v.w * v.w;
+}
 
 __device__ __forceinline__ float warp_sum(float v) {
 #pragma unroll

@@ -38,10 +38,7 @@ struct Norm {
     __half* y = p.y + row * p.columns;
     float squares = 0;
 #pragma unroll 2  // 32 registers: eight blocks to a multiprocessor
-    for (int i = threadIdx.x; i < p.columns / 4; i += kThreads) {
-      const float4 v = x[i];
-      squares += v.x * v.x + v.y * v.y + v.z * v.z + v.w * v.w;
-    }
+    for (int i = threadIdx.x; i < p.columns / 4; i += kThreads) squares += square(x[i]);
     Smem& s = spec::shared<Smem>();
     const float mean = block_sum<kThreads>(squares, s.partial) / p.columns;
     const float scale = rsqrtf(mean + p.eps);
@@ -106,6 +103,4 @@ struct NormResidual {
       store_checked(y + 4 * i, out, p.overflow, p.site);
     }
   }
-
-  static __device__ float square(float4 v) { return v.x * v.x + v.y * v.y + v.z * v.z + v.w * v.w; }
 };

@@ -231,10 +231,6 @@ __device__ __forceinline__ float row_sum(float v, float (&partial)[Threads / 32]
   return sum;
 }
 
-__device__ __forceinline__ float square(float4 v) {
-  return v.x * v.x + v.y * v.y + v.z * v.z + v.w * v.w;
-}
-
 // What is normalised and quantized last, by all lanes, from the sum of the squares of lane.row.
 template <int Threads, int Rows, bool Copy, class Params>
 __device__ __forceinline__ void quantize_normed(const Params& p, float squares) {

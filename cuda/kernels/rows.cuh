@@ -162,10 +162,7 @@ struct Logits {
     const float4* weight = reinterpret_cast<const float4*>(p.weight);
     float squares = 0;
 #pragma unroll 2
-    for (int i = threadIdx.x; i < p.columns / 4; i += kThreads) {
-      const float4 v = x[i];
-      squares += v.x * v.x + v.y * v.y + v.z * v.z + v.w * v.w;
-    }
+    for (int i = threadIdx.x; i < p.columns / 4; i += kThreads) squares += square(x[i]);
     const float mean = block_sum<kThreads>(squares, s.partial) / p.columns;
     const float scale = rsqrtf(mean + p.eps);
 #pragma unroll 2
