@@ -27,6 +27,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )  # fmt: skip
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--emulate") and config.option.markexpr == "not gpu":  # nothing was said
+        config.option.markexpr = "gpu"
+
+
 def pytest_collection_finish() -> None:
     """What is there before the first test stays: collections of garbage need not look at it."""
     gc.collect()
