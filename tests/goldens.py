@@ -2,8 +2,8 @@
 
 They come from llama.cpp on float32 weights, and those of tiny-gemma2, tiny-gemma3 and tiny-mistral
 from transformers (`data/golden/make_windows.py`), so they are the truth for every backend.
-SmolLM2's model file is not in the tree; tests use it where `pyruntime` has fetched it into its
-cache.
+SmolLM2's model file is not in the tree; tests use the one that PYRUNTIME_TEST_SMOLLM2 names, or the
+one that `pyruntime` has fetched into its cache.
 """
 
 from __future__ import annotations
@@ -56,6 +56,8 @@ def model_path(stem: str) -> Path:
     """The GGUF file of one golden file; skips the test if it is SmolLM2's and not there."""
     if stem != SMOLLM2:
         return GOLDEN / f"{stem}.gguf"
+    if given := os.environ.get("PYRUNTIME_TEST_SMOLLM2"):
+        return Path(given)
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     path = cache / "pyruntime" / "models" / "SmolLM2-135M-Instruct.Q4_1.gguf"
     if not path.exists():
