@@ -1,4 +1,4 @@
-"""The examples of docs/clients/serve.md print what it shows, with SmolLM2 in NumPy."""
+"""The clients in docs/clients/serve.md print what it shows, with SmolLM2 in NumPy."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ need("openai")
 
 PAGE = Path(__file__).parents[2] / "docs" / "clients" / "serve.md"
 EXAMPLE = re.compile(r"```python\n(.*?)```\n\n```\n(.*?)```", re.DOTALL)
-URLLIB, OPENAI, TORCH = EXAMPLE.findall(PAGE.read_text())
+URLLIB, OPENAI, _ = EXAMPLE.findall(PAGE.read_text())  # the last one is test_torch.py's
 
 
 @pytest.fixture(scope="module")
@@ -30,21 +30,12 @@ def client() -> Iterator[Client]:
         yield client
 
 
-def check(example: tuple[str, str], port: int = 8000) -> None:
+@pytest.mark.parametrize("example", [URLLIB, OPENAI], ids=["urllib", "openai"])
+def test_a_client(client: Client, example: tuple[str, str]) -> None:
     code, printed = example
-    code = code.replace("127.0.0.1:8000", f"127.0.0.1:{port}")
     done = subprocess.run(
-        [sys.executable, "-P", "-c", code], capture_output=True, text=True, check=False,
+        [sys.executable, "-P", "-c", code.replace("127.0.0.1:8000", f"127.0.0.1:{client.port}")],
+        capture_output=True, text=True, check=False,
         env={**os.environ, "OPENBLAS_NUM_THREADS": "1"},
     )  # fmt: skip
     assert done.stdout == printed, done.stderr
-
-
-@pytest.mark.parametrize("example", [URLLIB, OPENAI], ids=["urllib", "openai"])
-def test_a_client(client: Client, example: tuple[str, str]) -> None:
-    check(example, client.port)
-
-
-def test_torch(client: Client) -> None:
-    pytest.importorskip("torch", reason="torch is not installed")
-    check(TORCH)
