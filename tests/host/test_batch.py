@@ -4,32 +4,40 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import subprocess
 import sys
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from goldens import GOLDEN
+from batches import (
+    BAD,
+    MODEL,
+    PART_ROWS,
+    PARTS,
+    ROWS,
+    check_a_killed_worker,
+    check_rows,
+    check_two_workers,
+    contents,
+    need,
+    of_one_worker,
+    scored,
+    write_source,
+)
 
 from pyruntime import Engine
-from pyruntime.batch import Embed, Report, Score, cluster, run
-from pyruntime.batch.worker import Done
+from pyruntime.batch import Embed, Score, cluster, run
 from pyruntime.cli import main
 from pyruntime.errors import BatchError, DriverNotFoundError
 
-for package in ("ray", "pyarrow"):
-    pytest.importorskip(package, reason=f"{package} is not installed (.ci/run installs it)")
+need()
 
 pytestmark = pytest.mark.filterwarnings("default")  # Ray has its own
 
-MODEL = GOLDEN / "tiny-llama-q4_k_m.gguf"
-ROWS, BAD, PART_ROWS = 81, (13, 40), 3
 COMMAND = [sys.executable, "-P", "-m", "pyruntime", "batch", str(MODEL)]
 
 
@@ -44,37 +52,12 @@ def ray() -> Iterator[Any]:
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Prompts of some length, so that a part takes a while."""
-    random = np.random.default_rng(0)
-    lines = []
-    for n in range(ROWS):
-        ids = random.integers(0, 259, 40 + n).tolist()
-        lines.append(json.dumps({"n": n, "prompt": ids[:-4], "continuation": ids[-4:]}))
-    for n in BAD:
-        lines[n] = "not JSON"
-    path = tmp_path_factory.mktemp("input") / "in.jsonl"
-    path.write_text("\n".join(lines))
-    return path
+    return write_source(tmp_path_factory.mktemp("input") / "in.jsonl")
 
 
 @pytest.fixture(scope="module")
 def undisturbed(source: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
-    """The files that one worker writes, by name."""
-    out = tmp_path_factory.mktemp("one") / "out"
-    report = scored(source, out, workers=1)
-    assert (report.workers, report.resumed, report.parts) == (1, 0, ROWS // PART_ROWS)
-    assert (report.rows, report.errors) == (ROWS, len(BAD))
-    assert report.first_error.startswith("in.jsonl:") and "not JSON" in report.first_error
-    return contents(out)
-
-
-def scored(source: Path, out: Path, **options: Any) -> Report:
-    return run(MODEL, source, out, task=Score(), device="cpu", part_rows=PART_ROWS, **options)
-
-
-def contents(out: Path) -> dict[str, bytes]:
-    """Of all files, those with a dot before their name included."""
-    return {path.name: path.read_bytes() for path in out.iterdir()}
+    return of_one_worker(source, tmp_path_factory.mktemp("one") / "out")
 
 
 def until(condition: Callable[[], bool]) -> None:
@@ -85,47 +68,19 @@ def until(condition: Callable[[], bool]) -> None:
 
 
 def test_rows_are_the_input_s_with_the_engine_s_scores(undisturbed: dict[str, bytes]) -> None:
-    text = b"".join(undisturbed[name] for name in sorted(undisturbed) if name[0] != "_").decode()
-    rows = [json.loads(line) for line in text.splitlines()]
-    assert [row["id"] for row in rows] == [f"in.jsonl:{n + 1}" for n in range(ROWS)]
-    assert [n for n, row in enumerate(rows) if row["error"] is not None] == list(BAD)
-    good = [row for row in rows if row["error"] is None]
-    with Engine.load(MODEL, device="cpu") as engine:
-        found = engine.score([r["prompt"] for r in good], [r["continuation"] for r in good])
-    for row, expected in zip(good, found, strict=True):
-        np.testing.assert_allclose(row["logprobs"], np.array(expected.log_probs, float), atol=1e-4)
-        assert row["logprob"] == pytest.approx(sum(row["logprobs"]))
+    check_rows(undisturbed, atol=1e-4)
 
 
 def test_two_workers_write_what_one_writes_and_a_rerun_nothing(
     source: Path, tmp_path: Path, undisturbed: dict[str, bytes]
 ) -> None:
-    seen: list[Done] = []
-    report = scored(source, tmp_path / "out", progress=seen.append)
-    assert report.workers == 2 and len({done.pid for done in seen}) == 2
-    assert contents(tmp_path / "out") == undisturbed
-    again = scored(source, tmp_path / "out", progress=seen.append)
-    assert (again.resumed, again.errors, again.tokens) == (report.parts, len(BAD), 0)
-    assert len(seen) == report.parts and contents(tmp_path / "out") == undisturbed
+    check_two_workers(source, tmp_path / "out", undisturbed)
 
 
 def test_a_worker_that_is_killed_loses_and_doubles_nothing(
     source: Path, tmp_path: Path, undisturbed: dict[str, bytes]
 ) -> None:
-    out, seen, killed = tmp_path / "out", [], []
-
-    def kill_once(done: Done) -> None:
-        seen.append(done)
-        if not killed and done.pid != os.getpid():
-            os.kill(done.pid, signal.SIGKILL)
-            killed.append((done.pid, len(list(out.glob("part-*")))))
-
-    report = scored(source, out, workers=1, progress=kill_once)
-    ((pid, parts),) = killed
-    assert parts < report.parts, "it was killed half-way"
-    assert {done.pid for done in seen} > {pid}, "another process has gone on"
-    assert Counter(done.index for done in seen) == dict.fromkeys(range(report.parts), 1)
-    assert {k: v for k, v in contents(out).items() if k[0] != "."} == undisturbed
+    check_a_killed_worker(source, tmp_path / "out", undisturbed)
 
 
 def test_a_driver_that_is_killed_is_continued(
@@ -139,7 +94,7 @@ def test_a_driver_that_is_killed_is_continued(
         workers = [pid for pid in descendants(driver.pid) if "MapWorker" in title(pid)]
         driver.kill()
     before = len(list(out.glob("part-*")))
-    assert 1 <= before < ROWS // PART_ROWS and len(workers) == 1
+    assert 1 <= before < PARTS and len(workers) == 1
     until(lambda: not alive(workers[0]))
     report = scored(source, out)
     assert before <= report.resumed < report.parts

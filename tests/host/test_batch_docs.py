@@ -9,11 +9,11 @@ import sys
 from pathlib import Path
 
 import pytest
+from batches import need
 
 from pyruntime.hub import cached
 
-for package in ("ray", "pyarrow"):
-    pytest.importorskip(package, reason=f"{package} is not installed (.ci/run installs it)")
+need()
 
 PAGE = Path(__file__).parents[2] / "docs" / "clients" / "batch.md"
 
