@@ -1,0 +1,102 @@
+"""GPUs of `pyruntime batch`, where Ray is told of two that there are not."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from batches import MODEL, need, scored, write_source
+
+from pyruntime.batch import Score, cluster, formats, parts
+from pyruntime.batch.worker import Done, Job
+from pyruntime.errors import BatchError
+
+need()
+
+pytestmark = pytest.mark.filterwarnings("default")  # Ray has its own
+
+
+@pytest.fixture(scope="module", autouse=True)
+def ray() -> Iterator[None]:
+    """As a run would start it on a machine whose CUDA_VISIBLE_DEVICES are these."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("CUDA_VISIBLE_DEVICES", "5,3")
+        with cluster.connected(None, cpus=2, gpus=2):
+            yield
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_source(tmp_path_factory.mktemp("input") / "in.jsonl")
+
+
+def spied(monkeypatch: pytest.MonkeyPatch, *, dies: Path | None = None) -> None:
+    """Workers tell which GPUs they see; one of them dies once, if there is no file `dies`."""
+
+    class Spy:  # of this function: so it goes to Ray's processes whole
+        def __init__(self, job: Job) -> None:
+            self.seen = os.environ["CUDA_VISIBLE_DEVICES"]
+
+        def __call__(self, row: dict[str, Any]) -> dict[str, Any]:
+            time.sleep(0.05)
+            if dies is not None and not dies.exists():
+                dies.touch()
+                os._exit(1)
+            return vars(Done(row["index"], os.getpid(), device=self.seen))
+
+    monkeypatch.setattr(cluster, "Worker", Spy)
+
+
+def done(source: Path, out: Path, *, workers: int) -> list[Done]:
+    given = parts.cut(source, 3)
+    columns = formats.Columns(Score(), "id", "")
+    job = Job(str(MODEL), {"device": "cuda:0"}, "", given.form, columns, out, 1024)
+    found = list(cluster.run_parts(job, given.parts, workers=workers, on_gpu=True))
+    assert sorted(d.index for d in found) == list(range(len(given.parts)))
+    return found
+
+
+def test_each_worker_sees_one_gpu_of_its_own(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So that it is cuda:0 to each."""
+    spied(monkeypatch)
+    found = {(d.pid, d.device) for d in done(source, tmp_path, workers=2)}
+    assert len({pid for pid, _ in found}) == 2
+    assert sorted(device for _, device in found) == ["3", "5"]
+
+
+def test_the_gpu_of_a_worker_that_died_is_its_successors(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spied(monkeypatch, dies=tmp_path / "dead")
+    found = {(d.pid, d.device) for d in done(source, tmp_path, workers=2)}
+    assert {device for _, device in found} == {"3", "5"}
+
+
+@pytest.mark.parametrize(
+    ("device", "workers", "expected"), [("auto", None, 2), ("cuda", None, 2), ("auto", 1, 1)]
+)
+def test_gpus_are_taken_where_there_are_any(
+    source: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    device: str,
+    workers: int | None,
+    expected: int,
+) -> None:
+    asked: dict[str, Any] = {}
+
+    def run_parts(job: Job, given: Any, **options: Any) -> Iterator[Done]:
+        asked.update(options, device=job.options["device"])
+        raise BatchError("enough")
+        yield
+
+    monkeypatch.setattr(cluster, "run_parts", run_parts)
+    with pytest.raises(BatchError, match="enough"):
+        scored(source, tmp_path / "out", device=device, workers=workers)
+    assert asked == {"workers": expected, "on_gpu": True, "device": "cuda:0"}
