@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import re
+import subprocess
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -9,7 +13,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-FOLDER = Path(__file__).parent / "data" / "eval"
+ROOT = Path(__file__).parents[1]
+FOLDER = ROOT / "tests" / "data" / "eval"
+PAGE = (ROOT / "docs" / "clients" / "lm-eval.md").read_text()
 
 
 @dataclass(frozen=True)
@@ -61,23 +67,52 @@ def answers(run: str, lm: Any) -> dict[str, Any]:
     }
 
 
+def reference(run: str) -> dict[str, Any]:
+    """What the harness's own `hf` has answered in one run, see `make_reference.py`."""
+    found: dict[str, Any] = json.loads((FOLDER / "reference.json").read_text())[run]
+    return found
+
+
 # float32 of a token's log-probability: each of 30 layers may move it by 2**-24 of a logit of up to
 # 32. Those of several tokens add up as chance has it.
 OF_A_TOKEN = 30 * 2**-24 * 32
+# fp16 weights and activations: twice what NumPy's own such path (ReferenceModel's "fp16") is off by
+# in answers of four tokens; its texts, accuracies and greedy flags are all the same.
+FP16_OF_A_TOKEN = 0.022
 TOKENS = {"pyruntime_facts": 4, "pyruntime_prose": 137}  # scored in one answer, at most
 
 
-def check(found: dict[str, Any], want: dict[str, Any]) -> None:
-    """Log-probabilities are equal but for float32's rounding, all else is."""
+def check(found: dict[str, Any], want: dict[str, Any], of_a_token: float = OF_A_TOKEN) -> None:
+    """Log-probabilities are equal but for rounding, all else is."""
     assert found.keys() == want.keys()
     for task, theirs in want.items():
         mine = found[task]
-        assert mine["metrics"] == pytest.approx(theirs["metrics"], rel=OF_A_TOKEN)
+        assert mine["metrics"] == pytest.approx(theirs["metrics"], rel=of_a_token)
         if task not in TOKENS:
             assert mine["responses"] == theirs["responses"]
             continue
         for given, expected in zip(mine["responses"], theirs["responses"], strict=True):
             numbers, others = np.array(given, float), np.array(expected, float)
-            tolerance = OF_A_TOKEN * TOKENS[task] ** 0.5
+            tolerance = of_a_token * TOKENS[task] ** 0.5
             np.testing.assert_allclose(numbers[..., :1], others[..., :1], rtol=0, atol=tolerance)
             np.testing.assert_array_equal(numbers[..., 1:], others[..., 1:])  # greedy
+
+
+# The command, and the page that shows it
+
+
+def command(*arguments: str, env: dict[str, str]) -> subprocess.CompletedProcess[str]:
+    """`pyruntime eval`, run where the page has it run."""
+    return subprocess.run(
+        [sys.executable, "-P", "-m", "pyruntime", "eval", *arguments],
+        capture_output=True, text=True, check=False, cwd=ROOT, env=env,
+    )  # fmt: skip
+
+
+def transcripts() -> list[tuple[str, str]]:
+    """Arguments of `pyruntime eval`, and what it prints."""
+    pattern = r"^```\n\$ pyruntime eval ((?:[^\n]*\\\n)*[^\n]*)\n(.*?)^```"
+    return [
+        (command.replace("\\\n", " "), shown)
+        for command, shown in re.findall(pattern, PAGE, re.MULTILINE | re.DOTALL)
+    ]

@@ -101,7 +101,7 @@ def write_model(
     return path
 
 
-def write_talking_model(path: Path, **keys: Any) -> Path:
+def write_talking_model(path: Path, *, head_dim: int = HIDDEN // HEADS, **keys: Any) -> Path:
     """A small model with a vocabulary: letters, digits, "th", and a chat template without a system.
 
     `keys`: others below `tokenizer.`.
@@ -127,7 +127,9 @@ def write_talking_model(path: Path, **keys: Any) -> Path:
         "chat_template": template,
     }
     named = {f"tokenizer.{key}": value for key, value in (vocabulary | keys).items()}
-    return write_model(path, set_keys=named)
+    if head_dim == 64:
+        named |= HEAD_DIM_64
+    return write_model(path, set_keys=named, head_dim=head_dim)
 
 
 def write_wide_model(

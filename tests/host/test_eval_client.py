@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shlex
@@ -14,7 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from evaluations import FOLDER, RUNS, answers, check
+from evaluations import FOLDER, PAGE, ROOT, RUNS, answers, check, command, reference, transcripts
 from goldens import GOLDEN
 from models import write_talking_model
 
@@ -29,8 +28,6 @@ from lm_eval.api.model import CachingLM
 
 from pyruntime.clients.lm_eval import PyruntimeLM
 
-ROOT = Path(__file__).parents[2]
-PAGE = (ROOT / "docs" / "clients" / "lm-eval.md").read_text()
 GREEDY = {"until": [], "max_gen_toks": 6}
 
 
@@ -74,7 +71,7 @@ def requests(*arguments: Any) -> list[Any]:
 @pytest.mark.parametrize("run", RUNS)
 def test_answers_are_those_of_transformers(run: str, smollm2: Engine) -> None:
     found = answers(run, PyruntimeLM(smollm2, max_length=RUNS[run].max_length))
-    check(found, json.loads((FOLDER / "reference.json").read_text())[run])
+    check(found, reference(run))
 
 
 # What is asked of the engine
@@ -260,12 +257,11 @@ def test_arguments_that_are_refused(path: Path, arguments: dict[str, Any], text:
 # The command
 
 
-def run(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-P", "-m", "pyruntime", "eval", *arguments],
-        capture_output=True, text=True, check=False, cwd=ROOT,
-        env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1", **variables},
-    )  # fmt: skip
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """Where there is no GPU."""
+    return command(
+        *arguments, env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
+    )
 
 
 @pytest.mark.parametrize("arguments", [(), ("--help",)])
@@ -310,17 +306,11 @@ def test_mistakes_end_in_one_line(
 # The page
 
 
-def transcripts() -> list[tuple[str, str]]:
-    """Arguments of `pyruntime eval`, and what it prints."""
-    pattern = r"^```\n\$ pyruntime eval ((?:[^\n]*\\\n)*[^\n]*)\n(.*?)^```"
-    return re.findall(pattern, PAGE, re.MULTILINE | re.DOTALL)
-
-
 def test_the_page_shows_what_the_command_prints() -> None:
     needs_smollm2()
     assert transcripts()
-    for command, shown in transcripts():
-        done = run(*shlex.split(command.replace("\\\n", " ")))
+    for arguments, shown in transcripts():
+        done = run(*shlex.split(arguments))
         assert done.returncode == 0, done.stderr
         assert done.stdout.strip() == shown.strip()
 
