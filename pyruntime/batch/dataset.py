@@ -36,7 +36,8 @@ class Report:
         rows: of the output, all of it; errors: how many have an error; first_error: one of those
             that this run met.
         parts: files of the output; resumed: how many of them were there before.
-        workers: that this run had. device: theirs, "" where nothing was left to do.
+        workers: that this run had. device: theirs, as `Engine.path` names it, "" where nothing was
+            left to do; of several kinds, or with several modes of weights, all of them.
         tokens: that this run has gone through. seconds: that it took, start of Ray included.
     """
 
@@ -137,7 +138,10 @@ def run(
         before = [part for part in given.parts if folder.part(part.index).exists()]
         counts = [_counted(form, folder.part(part.index), part.rows) for part in before]
         left = [part for part in given.parts if not folder.part(part.index).exists()]
-        used = min(len(left), _workers(workers, gpus if on_gpu else cpus, fixed=shared or on_gpu))
+        there = (
+            (min(gpus, cpus) if shared else gpus) if on_gpu else cpus
+        )  # Ray wants a core for each
+        used = min(len(left), _workers(workers, there, fixed=shared or on_gpu))
         found: list[Done] = []
         if left:
             if not shared:
@@ -152,6 +156,9 @@ def run(
                 found.append(done)
                 if progress is not None:
                     progress(done)
+        devices = sorted({done.device for done in found})
+        if len(devices) > 1:
+            log.warning("values are of several devices: %s", "; ".join(devices))
         if missing := [p.index for p in given.parts if not folder.part(p.index).exists()]:
             raise BatchError(f"{out}: {len(missing)} parts are missing, such as {missing[0]}")
     return Report(
@@ -161,7 +168,7 @@ def run(
         parts=len(given.parts),
         resumed=len(before),
         workers=used,
-        device=found[0].device if found else "",
+        device="; ".join(devices),
         tokens=sum(done.tokens for done in found),
         seconds=time.perf_counter() - started,
     )

@@ -100,3 +100,27 @@ def test_gpus_are_taken_where_there_are_any(
     with pytest.raises(BatchError, match="enough"):
         scored(source, tmp_path / "out", device=device, workers=workers)
     assert asked == {"workers": expected, "on_gpu": True, "device": "cuda:0"}
+
+
+def test_a_worker_on_a_gpu_takes_a_core_too(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cluster, "resources", lambda: (1, 2))
+    with pytest.raises(ValueError, match="workers=2: there is room for 1"):
+        scored(source, tmp_path / "out", device="cuda", workers=2)
+
+
+def test_other_gpus_and_other_weights_are_told(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Weights are chosen by each worker, for the memory that it finds free."""
+
+    def run_parts(job: Job, given: list[parts.Part], **options: Any) -> Iterator[Done]:
+        for part in given:
+            (job.out / f"part-{part.index:06}.jsonl").touch()
+            yield Done(part.index, 1, device="H200, weights int8" if part.index % 2 else "H200")
+
+    monkeypatch.setattr(cluster, "run_parts", run_parts)
+    report = scored(source, tmp_path / "out", device="cuda")
+    assert report.device == "H200; H200, weights int8"
+    assert "values are of several devices: H200; H200, weights int8" in caplog.text
