@@ -14,6 +14,7 @@ from fastapi.requests import Request
 from fastapi.responses import HTMLResponse, Response, StreamingResponse
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
+from starlette.routing import Route
 
 from pyruntime.errors import EngineError, OutOfMemoryError, PyruntimeError
 from pyruntime.serve.answers import Answer, dumped, event
@@ -260,6 +261,10 @@ class _Service:
 
     async def failed(self, request: Request, error: Exception) -> Response:
         told = self._told(error)
+        if isinstance(error, HTTPException) and error.status_code in (404, 405):
+            asked = f"{request.method} {request.url.path}"
+            text = f"{asked} is not served; what is: {_addresses(request.app)}"
+            told = RequestError(text, status=error.status_code, headers=error.headers)
         return Response(dumped(told.record()), told.status, told.headers, "application/json")
 
     def _told(self, error: Exception) -> RequestError:
@@ -280,6 +285,15 @@ class _Service:
                 text = str(error) or "out of host memory"
                 return RequestError(text, status=503, kind="server_error")
         return RequestError(f"{type(error).__name__}: {error}", status=500, kind="server_error")
+
+
+def _addresses(app: FastAPI) -> str:
+    """All of them, with their methods."""
+    routes = [route for route in app.routes if isinstance(route, Route)]
+    return ", ".join(
+        f"{' '.join(sorted((route.methods or set()) - {'HEAD'}))} {route.path.replace(':path', '')}"
+        for route in routes
+    )
 
 
 def page() -> str:

@@ -287,7 +287,9 @@ def test_fields_that_are_unknown_are_ignored(client: Client) -> None:
 @pytest.mark.parametrize(("address", "status"), [("/v2", 404), ("/v1/completions", 405)])
 def test_addresses_that_are_none(client: Client, address: str, status: int) -> None:
     found, _, record = client.call(address)
-    assert found == status and record["error"]["message"]
+    message = record["error"]["message"]
+    assert found == status and message.startswith(f"GET {address} is not served; what is: ")
+    assert "POST /v1/completions" in message and "GET /v1/models/{model}, " in message
 
 
 # The rest
