@@ -225,6 +225,8 @@ def _ids(item: Any, place: str, texts: Texts, vocab: int) -> Rows:
         raise RequestError(f"{place} must be a string or a list of token ids", param="prompt")
     try:
         ids = texts.encode(item) if isinstance(item, str) else item
+        if len(ids) == 0:
+            raise ValueError("empty; at least one token is needed, such as the model's BOS")
         return check_tokens(ids, vocab)
     except (ValueError, TokenizerError) as error:
         raise RequestError(f"{place}: {error}", param="prompt") from None
