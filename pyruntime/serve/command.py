@@ -71,7 +71,7 @@ def main(argv: list[str]) -> int:
 
 
 def _check(option: str, value: float) -> None:
-    if value <= 0:
+    if not value > 0:  # nor is nan
         raise ValueError(f"--{option.replace('_', '-')} {value}: it must be more than 0")
 
 

@@ -116,6 +116,7 @@ def test_answers_are_not_held_back() -> None:
         (["--port", "99999"], "port 99999"),
         (["--max-queue", "0"], "--max-queue 0: it must be more than 0"),
         (["--timeout", "-1"], "--timeout"),
+        (["--timeout", "nan"], "--timeout nan: it must be more than 0"),
         (["--max-prompt-tokens", "0"], "--max-prompt-tokens 0"),
     ],
 )
