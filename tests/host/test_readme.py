@@ -24,3 +24,11 @@ def test_the_python_example() -> None:
         [sys.executable, "-P", "-c", code], capture_output=True, text=True, check=True
     )
     assert done.stdout == printed
+
+
+def test_what_pages_have_installed_is_the_clone() -> None:
+    """No index has the package: by its name it is found only where it is installed already."""
+    root = README.parent
+    for page in (README, *root.glob("docs/**/*.md")):
+        blocks = re.findall(r"^```\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE)
+        assert not [b for b in blocks if "pip install 'pyruntime-cuda" in b], page.name
