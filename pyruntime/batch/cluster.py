@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import logging
 import os
+import socket
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -13,11 +14,12 @@ from typing import Any
 
 from pyruntime.batch.parts import Part
 from pyruntime.batch.worker import Done, Job, Worker
-from pyruntime.errors import BatchError, ToolError
+from pyruntime.errors import BatchError, ToolError, reason
 
 log = logging.getLogger("pyruntime")
 
 GOES_ON = "what is written stays, and the same run goes on from there"
+ANSWER_SECONDS = 10  # for a cluster to accept a connection
 STORE_BYTES = 128 << 20  # for objects: they are only parts' names and counts
 
 # Where there is no cluster to be, Ray listens at the loopback address, in all its processes: on
@@ -54,6 +56,8 @@ def connected(address: str | None, *, cpus: int = 1, gpus: int = 0) -> Iterator[
     if running() and address is None:
         yield
         return
+    if address is not None:
+        _check_listens(address)
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"  # stays: Ray Data asks again in each run
     quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
     try:
@@ -71,6 +75,25 @@ def connected(address: str | None, *, cpus: int = 1, gpus: int = 0) -> Iterator[
         yield
     finally:
         ray.shutdown()
+
+
+def _check_listens(address: str) -> None:
+    """Raises BatchError where nobody listens at HOST:PORT: Ray would go on asking for minutes."""
+    from ray.util import get_node_ip_address
+
+    host, _, port = address.rpartition(":")
+    if "/" in host or not port.isdigit():  # "auto", or of a client: Ray finds out itself
+        return
+    hosts = [host.strip("[]")]
+    if hosts[0] in ("localhost", "127.0.0.1", "::1"):  # which Ray takes for this one
+        hosts.append(get_node_ip_address())
+    for name in hosts:
+        try:
+            socket.create_connection((name, int(port)), ANSWER_SECONDS).close()
+            return
+        except (OSError, OverflowError) as error:
+            why = reason(error)
+    raise BatchError(f"Ray at {address}: {why}")
 
 
 @contextmanager

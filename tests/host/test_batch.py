@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
 import time
@@ -178,6 +179,13 @@ def test_what_is_not_there(source: Path, tmp_path: Path, capsys: Any) -> None:
         scored(source, tmp_path / "out", stream=1)
     with pytest.raises(DriverNotFoundError, match="there is no GPU"):
         run(MODEL, source, tmp_path / "out", task=Score(), device="cuda")
+    with socket.socket() as silent:  # bound, but nobody listens
+        silent.bind(("", 0))
+        address = f"127.0.0.1:{silent.getsockname()[1]}"
+        with pytest.raises(BatchError, match=f"Ray at {address}: Connection refused"):
+            scored(source, tmp_path / "out", address=address)
+    with pytest.raises(BatchError, match=r"Ray at 127.0.0.1:99999: "):
+        scored(source, tmp_path / "out", address="127.0.0.1:99999")
     assert main(["batch", str(MODEL), "no.jsonl", str(tmp_path / "out")]) == 2
     assert "no.jsonl: no such file or folder" in capsys.readouterr().err
 
