@@ -49,5 +49,11 @@ def main(argv: list[str]) -> int:
         if args.model == MODEL:
             args.device = args.device or "auto"  # the harness's own default is cuda:0
     setup_logging()
-    harness.execute(args)
+    try:
+        harness.execute(args)
+    except ImportError as error:
+        raise ToolError(
+            f"lm-evaluation-harness: {error} (other models, and some tasks, need extras of the "
+            "harness's own, such as 'lm-eval[hf]')"
+        ) from error
     return 0

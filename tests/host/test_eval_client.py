@@ -303,6 +303,18 @@ def test_mistakes_end_in_one_line(
     assert last.startswith("pyruntime eval: ") and text in last
 
 
+@pytest.mark.filterwarnings("ignore")
+def test_what_another_model_needs_is_not_our_package(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "lm_eval.models.huggingface", None)
+    asked = ["--model", "hf", "--model_args", "pretrained=x", "--tasks", "pyruntime_facts"]
+    assert main(["eval", "--include_path", str(FOLDER), *asked]) == 2
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert "lm-evaluation-harness: " in last and "huggingface" in last and "lm-eval[hf]" in last
+    assert "pip install ." not in last
+
+
 # The page
 
 
