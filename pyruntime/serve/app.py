@@ -38,6 +38,7 @@ RETRY_SECONDS = 1
 ASIDE_BYTES = 1 << 14  # a body of more is read in another thread, lest others wait for it
 ASIDE_NUMBERS = 1 << 13  # an answer of more log-probabilities is put together in one, too
 AT_WORK = 0.002  # seconds after which the engine is at work on a request that did not have to wait
+STALLED = 10  # seconds for which nothing of a body may come: a server that stops waits for it
 DRAINED = 4  # times the largest body: so much is read to refuse a body in so many words
 # The page reaches nothing but this server, whatever is in the model's text.
 PAGE_POLICY = (
@@ -213,15 +214,21 @@ class _Service:
     # What all have in common
 
     async def _body(self, request: Request) -> bytes:
-        """The body. Raises RequestError for one that is too large."""
+        """The body. Raises RequestError for one that is too large, or stops coming."""
         most, size = self._limits.body_bytes, 0
         parts: list[bytes] = []
-        async for part in request.stream():
-            size += len(part)
-            if size <= most:
-                parts.append(part)
-            elif size > DRAINED * most:
-                break
+        clock = asyncio.get_running_loop().time
+        try:
+            async with asyncio.timeout(STALLED) as stalled:
+                async for part in request.stream():
+                    stalled.reschedule(clock() + STALLED)
+                    size += len(part)
+                    if size <= most:
+                        parts.append(part)
+                    elif size > DRAINED * most:
+                        break
+        except TimeoutError:
+            raise RequestError(f"the body stopped coming, for {STALLED} s", status=408) from None
         if size > most:
             raise RequestError(f"the body has over {most} bytes (--max-body)", status=413)
         return b"".join(parts)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import re
+import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -278,6 +280,22 @@ def test_codes_of_openai(client: Client) -> None:
 def test_bodies_that_are_no_request(client: Client, raw: bytes, status: int) -> None:
     found, _, record = client.call("/v1/completions", raw=raw)
     assert found == status and ("--max-body" in str(record)) == (status == 413)
+
+
+def test_a_body_that_stops_coming(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As long as something comes it may take its time."""
+    monkeypatch.setattr("pyruntime.serve.app.STALLED", 0.4)
+    body = json.dumps({"model": NAME, "prompt": "a", "max_tokens": 1}).encode()
+    for sent, status in ((body, b"200"), (body[:-1], b"408")):
+        with socket.create_connection(("127.0.0.1", client.port), 30) as connection:
+            head = (
+                f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n"
+            )
+            connection.sendall(head.encode())
+            for at in range(0, len(sent), 10):
+                time.sleep(0.15)
+                connection.sendall(sent[at : at + 10])
+            assert connection.recv(12) == b"HTTP/1.1 " + status
 
 
 def test_fields_that_are_unknown_are_ignored(client: Client) -> None:
