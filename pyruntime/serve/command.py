@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import math
 import signal
 import socket
 import sys
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
 BACKLOG = 2048  # connections that wait to be accepted
 SWITCH = 5e-4  # seconds that a thread may go on where the one that has the engine wants to
 KEEP_ALIVE = 60  # seconds for which a connection may be idle
+SEND = 5  # seconds, after those for a request, until its answer is read or the server stops anyway
+FOREVER = 1e9
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -124,8 +127,9 @@ def _serve(args: argparse.Namespace, engine: Engine, listener: socket.socket) ->
     worker = Worker(engine, max_queue=args.max_queue, cache_tokens=args.cache_tokens)
     app = create_app(worker, texts, name, int(time.time()), limits)
     config = uvicorn.Config(
-        app, lifespan="off", log_config=None, access_log=False, timeout_keep_alive=KEEP_ALIVE
-    )
+        app, lifespan="off", log_config=None, access_log=False, timeout_keep_alive=KEEP_ALIVE,
+        timeout_graceful_shutdown=math.ceil(min(args.timeout, FOREVER)) + SEND,
+    )  # fmt: skip
     server = uvicorn.Server(config)
     # It stops by itself at these signals, but then raises them again.
     for stop in (signal.SIGINT, signal.SIGTERM):

@@ -63,6 +63,22 @@ def test_a_second_interrupt_does_not_wait() -> None:
         connection.close()
 
 
+def test_a_client_that_does_not_read_its_answer_holds_up_nothing() -> None:
+    """11 MB, more than lies in the sockets' buffers."""
+    fields = {"prompt": [[1, 2, 3, 4] * 25] * 64, "max_tokens": 1, "echo": True, "logprobs": 100}
+    with process(MODEL, "--timeout", "5") as (client, server):
+        connection = client.open("/v1/completions", {"model": NAME, **fields})
+        deadline = time.monotonic() + 30
+        while client.call("/metrics")[2]["answered"] < 1:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        server.send_signal(signal.SIGTERM)
+        with pytest.raises(subprocess.TimeoutExpired):
+            server.wait(1)
+        assert server.wait(30) == 0
+        connection.close()
+
+
 def test_a_signal_right_after_the_start() -> None:
     with process(MODEL) as (_, server):
         server.send_signal(signal.SIGTERM)
