@@ -138,9 +138,9 @@ def run(
         before = [part for part in given.parts if folder.part(part.index).exists()]
         counts = [_counted(form, folder.part(part.index), part.rows) for part in before]
         left = [part for part in given.parts if not folder.part(part.index).exists()]
-        there = (
-            (min(gpus, cpus) if shared else gpus) if on_gpu else cpus
-        )  # Ray wants a core for each
+        there = cpus
+        if on_gpu:
+            there = min(gpus, cpus) if shared else gpus  # Ray wants a core for each, too
         used = min(len(left), _workers(workers, there, fixed=shared or on_gpu))
         found: list[Done] = []
         if left:
