@@ -21,8 +21,8 @@ os.environ["PYTHONSAFEPATH"] = "1"  # nor do the interpreters that tests start
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
-        "--emulate", choices=("80", "120"), metavar="ARCHITECTURE",
-        help="run tests/gpu on the host, with kernels as they are for 80 or 120: see "
+        "--emulate", choices=("80", "100", "120"), metavar="ARCHITECTURE",
+        help="run tests/gpu on the host, with kernels as they are for sm_80, ...: see "
         "tests/emulated_driver.py",
     )  # fmt: skip
 

@@ -38,7 +38,9 @@ EMULATOR = Path(__file__).parent / "emulator"
 FLAGS = ["-std=c++17", "-O1", "-U_FORTIFY_SOURCE", "-ffp-contract=off", "-fPIC", "-shared", "-w"]
 # Shared memory of a block and of a multiprocessor, by architecture: CUDA programming guide,
 # "Compute Capabilities".
-SHARED = {"80": (163 << 10, 164 << 10), "120": (99 << 10, 100 << 10)}
+SHARED = {
+    "80": (163 << 10, 164 << 10), "100": (227 << 10, 228 << 10), "120": (99 << 10, 100 << 10),
+}  # fmt: skip
 ALIGNMENT = 16
 _libc = ctypes.CDLL(None, use_errno=True)
 

@@ -148,6 +148,25 @@ __device__ __forceinline__ void dependency_wait() {
 #endif
 }
 
+// fma.rn.f32x2 (9.7.3.6): x[i] * y[i] + z[i] of two floats, each rounded once as fmaf does. A
+// single instruction of sm_100 to 110; older ones have none, and of sm_120 ptxas makes two of it.
+#if __CUDA_ARCH__ >= 1000 && __CUDA_ARCH__ < 1200
+constexpr bool kPairedFloats = true;
+#else
+constexpr bool kPairedFloats = false;
+#endif
+template <bool Paired = kPairedFloats>
+__device__ __forceinline__ void fma_pair(float (&to)[2], float x0, float x1, float y0, float y1,
+                                         float z0, float z1) {
+  if constexpr (Paired)
+    asm("{\n.reg .b64 x, y, z;\nmov.b64 x, {%2,%3};\nmov.b64 y, {%4,%5};\nmov.b64 z, {%6,%7};\n"
+        "fma.rn.f32x2 x, x, y, z;\nmov.b64 {%0,%1}, x;\n}\n"
+        : "=f"(to[0]), "=f"(to[1])
+        : "f"(x0), "f"(x1), "f"(y0), "f"(y1), "f"(z0), "f"(z1));
+  else
+    to[0] = fmaf(x0, y0, z0), to[1] = fmaf(x1, y1, z1);
+}
+
 // ex2.approx (9.7.3.21): 2^x, 2 ulp; 2^-inf = 0.
 __device__ __forceinline__ float exp2_approx(float x) {
   float y;
@@ -194,6 +213,9 @@ __device__ __forceinline__ const uint8_t* address_of(const uint8_t* base, uint32
   asm("mad.wide.u32 %0, %1, %2, %3;\n" : "=l"(address) : "r"(index), "r"(stride), "l"(base));
   return address;
 }
+
+// trap (9.7.19.5): the launch ends with an error.
+__device__ __forceinline__ void trap() { asm volatile("trap;\n"); }
 
 // threadIdx.x, read once more: the compiler keeps nothing that was computed from it before.
 __device__ __forceinline__ int thread_again() {

@@ -17,7 +17,8 @@
 //
 // Block: (BN / 32) x (BM / kTokens) x Split warps. Split warps take every Split-th step of k each,
 // and their sums are added up in order. Three blocks to a multiprocessor hide more of each other's
-// waits than two do: what only copies and the end need is kept in shared memory for that.
+// waits than two do: what only copies need is kept in shared memory for that. Where there are two,
+// it is kept in registers, and two blocks of most types fit the 100 KB of sm_86, 89 and 120.
 //
 // A slot of the ring holds Split steps of 128 elements. Rows past n or m are not copied: what
 // shared memory holds there only gets into results that are not stored. Columns past k are zeros.
@@ -51,12 +52,12 @@
   P(int32_t, site)                                                             \
   P(float, scale)
 
-#define GEMM_INT8_PLANES(P, A)                          \
-  P(1024, uint8_t, x, [Stages][kX])                     \
-  P(1024, uint8_t, w, [Stages][kW])                     \
-  P(16, uint8_t, factors, [Stages][kFactors])           \
-  P(16, float, own, [kWarps][kOwn])                     \
-  P(16, uint64_t, sources, [kSourcePairs][kThreads][2]) \
+#define GEMM_INT8_PLANES(P, A)                \
+  P(1024, uint8_t, x, [Stages][kX])           \
+  P(1024, uint8_t, w, [Stages][kW])           \
+  P(16, uint8_t, factors, [Stages][kFactors]) \
+  P(16, float, own, [kWarps][kOwn])           \
+  P(16, uint8_t, sources, [kSourceBytes])     \
   A(x, float, parts, [kWarps][kFragments][32][4])
 
 // Rows of planes in shared memory: 16-byte chunks of eight rows, exclusive-ored with the row's
@@ -72,19 +73,38 @@ template <class Block, int BM, int BN, int Split, int Stages, int Blocks, int Co
 struct GemmInt8 {
   using Of = quant::Operands<Block>;
   using Planes = quant::Planes<Block>;
-  // A warp's most tokens, and whether registers are left for loads ahead (see `fence`).
-  // Of sm_120 ptxas spills in a warp with 64 tokens, however many registers it has.
-#if __CUDA_ARCH__ >= 1200
-  static constexpr int kMostTokens = 32;
-  static constexpr bool kRoomy = false;
+  // Blocks that a multiprocessor is to hold. Of large tiles only sm_90a has both shared memory for
+  // three and a use for them: of sm_100 pairs of floats need registers.
+#if __CUDA_ARCH__ == 900
+  static constexpr int kBlocks = Blocks;
 #else
-  static constexpr bool kRoomy = BM == 64 && Split == 1 && Blocks == 2;
+  static constexpr int kBlocks = Split == 1 && Blocks > 2 ? 2 : Blocks;
+#endif
+  // A warp's most tokens. Of sm_120 ptxas moves what a warp of 64 does so far ahead that it spills,
+  // unless branches are in its way; and with scales for 16 it does even then. Nor is it of use
+  // where two such blocks do not fit a multiprocessor: a block with half the tokens to a warp has
+  // as many warps as they have.
+#if __CUDA_ARCH__ >= 1200
+  static constexpr bool kTwice = Of::kRaw + Of::kHigh <= (Of::kMin == quant::Min::none ? 80 : 64);
+  static constexpr int kMostTokens = Of::kSub == 32 && kTwice ? 64 : 32;
+  static constexpr bool kBranches = BM >= 64 && kMostTokens == 64;
+#else
   static constexpr int kMostTokens = BM >= 128 && Blocks > 1 ? 128 : 64;
+  static constexpr bool kBranches = false;
 #endif
   static constexpr int kTokens = BM < kMostTokens ? BM : kMostTokens, kPairs = kTokens / 16;
+  // Whether registers are left for loads ahead (see `fence`), and besides for pointers: of sm_90a
+  // it is registers that blocks lack, and not shared memory.
+  static constexpr bool kRoomy = kTokens == 64 && BM == 64 && Split == 1 && kBlocks == 2;
+  static constexpr bool kPaired = ptx::kPairedFloats && Split == 1;
+#if __CUDA_ARCH__ == 900
+  static constexpr bool kKept = false;
+#else
+  static constexpr bool kKept = kRoomy && !kPaired;
+#endif
   static constexpr int kWarpsM = BN / 32, kWarpsN = BM / kTokens;
   static constexpr int kWarps = kWarpsM * kWarpsN * Split;
-  static constexpr int kThreads = 32 * kWarps, kMinBlocks = kThreads > 128 ? 1 : Blocks;
+  static constexpr int kThreads = 32 * kWarps, kMinBlocks = kThreads > 128 ? 1 : kBlocks;
   static constexpr bool kWaitsItself = true;
   static_assert(BN % 32 == 0 && BM % kTokens == 0 && kTokens % 16 == 0);
 
@@ -113,11 +133,15 @@ struct GemmInt8 {
   static constexpr int kScaleRow = BM * 8;
   static constexpr int kScaleBytes = Split * kGroups * kScaleRow;
   static constexpr int kFactors = kScaleBytes + (kSums ? Split * BM * kGroups * 4 : 0);
-  // Of each warp: scales[kScales][32], then mins. Those that are multiplied by sums are operands of
-  // an mma as they lie, kMinGroup floats apart, so that no two lanes' are in the same bank.
-  static constexpr int kMinGroup = 40, kMinFragment = kGroups * kMinGroup;
-  static constexpr int kMinFloats = kSums ? 2 * kMinFragment : kProducts ? 32 * (kScales + 1) : 0;
-  static constexpr int kOwn = 32 * kScales + kMinFloats;
+  // Of each warp: four times M, scales[kScales][32], then mins. Those that are multiplied by sums
+  // are an operand of an mma: the upper bits of those of each row, 16 bytes, then what is left.
+  static constexpr int kScalesPlace = 4, kMinsPlace = kScalesPlace + 32 * kScales;
+  static constexpr int kMinsPart = 3 * 40 + 32;  // see mins_place
+  static constexpr int kMinFloats = kSums ? 2 * kMinsPart : kProducts ? 32 * (kScales + 1) : 0;
+  static constexpr int kOwn = kMinsPlace + kMinFloats;
+  // Scales of a row that lie side by side: as many as a group has, or two where registers are left
+  // for those of the next group.
+  static constexpr int kBeside = kScales > kGroups || kKept ? 2 : 1;
   static constexpr int kFragments = 2 * kTokens / 8;
 
   static constexpr spec::Tile tile() {
@@ -144,6 +168,12 @@ struct GemmInt8 {
   // rows that follow each other. f is a sum of a thread's and of a constant without common bits.
   static constexpr __host__ __device__ int row_of(int f) {
     return f / 32 * 32 + f % 8 * 4 + f % 32 / 8;
+  }
+
+  // Where the mins of a row of a warp's 32 lie, in floats. Of eight rows side by side, which lanes
+  // store, and of eight fragment rows, which ldmatrix reads, no two are in the same banks.
+  static constexpr __host__ __device__ int mins_place(int row) {
+    return row % 4 * 40 + row / 4 * 4;
   }
 
   // A value that the compiler keeps, for want of a way to compute it anew in a loop: from the lane
@@ -182,11 +212,11 @@ struct GemmInt8 {
   // many bytes further. Pointers are as many registers as would be missed: they are kept in shared
   // memory, two to a load. `mine`: 16 bytes for each thread before.
   template <int Count>
-  struct Sources {
+  struct SharedSources {
     static constexpr int kPairs = (Count + 1) / 2;
     uint32_t pairs;  // of the first thread
 
-    __device__ explicit Sources(uint32_t place) : pairs(place) {}
+    __device__ explicit SharedSources(uint32_t place) : pairs(place) {}
     __device__ void set(int i, const uint8_t* source) {
       ptx::store_shared_pointer(pairs + (i / 2 * kThreads + threadIdx.x) * 16 + i % 2 * 8, source);
     }
@@ -202,8 +232,8 @@ struct GemmInt8 {
     }
   };
 
-  // The same in registers, of which a warp has more to spare if it shares k with others; those
-  // blocks need their shared memory.
+  // The same in registers, of which a warp has more to spare if it shares k with others, or if
+  // there are two blocks; those blocks need their shared memory.
   template <int Count>
   struct KeptSources {
     static constexpr int kPairs = 0;
@@ -216,6 +246,8 @@ struct GemmInt8 {
       for (int i = 0; i < Count; ++i) source[i] = all[i];
     }
   };
+  template <int Count>
+  using Sources = std::conditional_t<kKept, KeptSources<Count>, SharedSources<Count>>;
 
   // Copiers. Where k may end within a slot, they get how much there is from its begin on, and an
   // address to name for what is past that: zeros.
@@ -227,6 +259,7 @@ struct GemmInt8 {
     static constexpr int kSources = Base::kCount;
     using Loaded = const uint8_t* [kSources];
     Sources<kSources> from;
+    static constexpr int kSourcePairs = Sources<kSources>::kPairs;
     uint32_t to;  // the first chunk's place in a slot
 
     __device__ RowCopy(uint32_t sources, const uint8_t* tile, int present, int row_bytes)
@@ -241,12 +274,18 @@ struct GemmInt8 {
       }
     }
 
-    template <int Ahead, int Bytes, int Copied = 16>
-    __device__ __forceinline__ void copy(const Loaded& loaded, uint32_t slot, int index, int left,
+    // To where chunks are after `index` times `Bytes`.
+    template <int Bytes>
+    static __device__ __forceinline__ void go(Loaded& all, uint32_t index) {
+#pragma unroll
+      for (int i = 0; i < kSources; ++i) all[i] = ptx::address_of(all[i], index, Bytes);
+    }
+    template <int Ahead, int Copied = 16>
+    __device__ __forceinline__ void copy(const Loaded& all, uint32_t slot, int left,
                                          const uint8_t* safe) const {
 #pragma unroll
       for (int i = 0; i < kSources; ++i) {
-        const uint8_t* source = ptx::address_of(loaded[i], index, Bytes);
+        const uint8_t* source = all[i];
         if (!Base::has(i)) return;
         const uint32_t there =
             slot + to + Base::row(i) * RowBytes + Base::part(i) * Rows * RowBytes;
@@ -271,6 +310,7 @@ struct GemmInt8 {
     static_assert(kAll % kThreads == 0);
     using Loaded = const uint8_t* [kSources];
     Sources<kSources> from;
+    static constexpr int kSourcePairs = Sources<kSources>::kPairs;
 
     __device__ WordCopy(uint32_t sources, const uint8_t* tile, int present, int row_bytes)
         : from(sources) {
@@ -281,12 +321,17 @@ struct GemmInt8 {
                         word % 4 * 4);
       }
     }
-    template <int Ahead, int Bytes>
-    __device__ __forceinline__ void copy(const Loaded& loaded, uint32_t slot, int index, int left,
+    template <int Bytes>
+    static __device__ __forceinline__ void go(Loaded& all, uint32_t index) {
+#pragma unroll
+      for (int i = 0; i < kSources; ++i) all[i] = ptx::address_of(all[i], index, Bytes);
+    }
+    template <int Ahead>
+    __device__ __forceinline__ void copy(const Loaded& all, uint32_t slot, int left,
                                          const uint8_t* safe) const {
 #pragma unroll
       for (int i = 0; i < kSources; ++i) {
-        const uint8_t* source = ptx::address_of(loaded[i], index, Bytes);
+        const uint8_t* source = all[i] + Ahead;
         const int word = i * kThreads + threadIdx.x;
         const bool live = word / (4 * Rows) * 16 + word % 4 * 4 < left;
         ptx::copy_async_4(slot + word * 4, live ? source : safe, live ? 4 : 0);
@@ -296,7 +341,7 @@ struct GemmInt8 {
 
   // What lies side by side for all rows of a tile, for each block or group: heads and factors of
   // activations. `Unit` bytes at a time: 16, or 4 that become columns of four groups.
-  template <int Bytes, int Parts, int Unit>
+  template <int Bytes, int Parts, int Unit, bool Apart = false>
   struct SideCopy {
     static constexpr int kInPart = Bytes / Unit, kAll = Parts * kInPart;
     static constexpr int kCount = (kAll + kThreads - 1) / kThreads;
@@ -330,7 +375,12 @@ struct GemmInt8 {
         const int more = Unit == 16 ? i * kThreads * 16 : column(i * kThreads / kInPart);
         if (kTail && !live) source = safe;
         if ((i + 1) * kThreads > kAll && i * kThreads + threadIdx.x >= kAll) return;
-        if constexpr (Unit == 16)
+        if constexpr (Apart)
+#pragma unroll
+          for (int word = 0; word < 4; ++word)
+            ptx::copy_async_4(slot + mine + more + word % 2 * 8 + word / 2 * 4,
+                              source + (live ? word * 4 : 0), live ? 4 : 0);
+        else if constexpr (Unit == 16)
           ptx::copy_async_16(slot + mine + more, source, live ? 16 : 0);
         else
           ptx::copy_async_4(slot + column_to + more, source, live ? 4 : 0);
@@ -341,6 +391,8 @@ struct GemmInt8 {
   struct None {
     static constexpr int kSources = 0, kSourcePairs = 0;
     struct Loaded {};
+    template <int>
+    static __device__ void go(Loaded&, uint32_t) {}
     struct {
       __device__ void load(Loaded&, uint32_t) const {}
     } from;
@@ -365,19 +417,19 @@ struct GemmInt8 {
       std::conditional_t<Of::kHigh == 16, WordCopy<BN, kHighParts>,
                          RowCopy<BN, (Of::kHigh > 16 ? Of::kHigh : 32), kHighParts, true>>>;
   using ActivationCopy = RowCopy<BM, 128, Split, false>;
-  static constexpr int kHighAt = (RawCopy::kSources + 1) / 2;
-  static constexpr int kActivationsAt = kHighAt + (HighCopy::kSources + 1) / 2;
+  static constexpr int kHighAt = RawCopy::kSourcePairs;
+  static constexpr int kActivationsAt = kHighAt + HighCopy::kSourcePairs;
   using Head0Copy = SideCopy<BN * kHead0Row, kSlotBlocks, 16>;
   using Head1Copy =
       std::conditional_t<(kHeads > 1), SideCopy<BN * kHead1Row, kSlotBlocks, 16>, None>;
-  using ScaleCopy = SideCopy<kScaleRow, Split * kGroups, 16>;
+  using ScaleCopy = SideCopy<kScaleRow, Split * kGroups, 16, kPaired>;
   using SumCopy = std::conditional_t<kSums, SideCopy<BM * 4, Split * kGroups, 4>, None>;
-  static constexpr int kHead0At = kActivationsAt + (ActivationCopy::kSources + 1) / 2;
+  static constexpr int kHead0At = kActivationsAt + ActivationCopy::kSourcePairs;
   static constexpr int kHead1At = kHead0At + Head0Copy::kSourcePairs;
   static constexpr int kScalesAt = kHead1At + Head1Copy::kSourcePairs;
   static constexpr int kSumsAt = kScalesAt + ScaleCopy::kSourcePairs;
-  static constexpr int kPlaceAt = kSumsAt + SumCopy::kSourcePairs;
-  static constexpr int kSourcePairs = kPlaceAt + (Split == 1);
+  // What only the end needs, then pairs of pointers for each thread.
+  static constexpr int kSourceBytes = 16 + (kSumsAt + SumCopy::kSourcePairs) * kThreads * 16;
 
   SPEC_SMEM(GEMM_INT8_PLANES)
 
@@ -410,37 +462,42 @@ struct GemmInt8 {
           sums(sources + kSumsAt * kThreads * 16, p.sums + place.token0, place.tokens * 4,
                int64_t(p.stride) * 4) {}
 
-    struct Weights {
+    // Addresses of rows that lie apart, and those of what lies side by side.
+    struct Rows {
       typename RawCopy::Loaded raw;
       typename HighCopy::Loaded high;
+      typename ActivationCopy::Loaded x;
+    };
+    struct Sides {
       typename Head0Copy::Loaded head0;
       typename Head1Copy::Loaded head1;
-    };
-    struct Activations {
-      typename ActivationCopy::Loaded x;
       typename ScaleCopy::Loaded scales;
       typename SumCopy::Loaded sums;
     };
-    __device__ __forceinline__ void load(Weights& w) const {
-      raw.from.load(w.raw, mine), high.from.load(w.high, mine);
-      head0.from.load(w.head0, mine), head1.from.load(w.head1, mine);
+    __device__ __forceinline__ void load(Rows& rows, int index) const {
+      raw.from.load(rows.raw, mine), high.from.load(rows.high, mine);
+      x.from.load(rows.x, mine);
+      RawCopy::template go<kTurns * Split * Of::kRaw>(rows.raw, index);
+      HighCopy::template go<Of::kHighWhole ? kHighStep : kTurns * kHighStep>(rows.high, index);
+      ActivationCopy::template go<kTurns * Split * 128>(rows.x, index);
     }
-    __device__ __forceinline__ void load(Activations& a) const {
-      x.from.load(a.x, mine), scales.from.load(a.scales, mine), sums.from.load(a.sums, mine);
+    __device__ __forceinline__ void load(Sides& sides) const {
+      head0.from.load(sides.head0, mine), head1.from.load(sides.head1, mine);
+      scales.from.load(sides.scales, mine), sums.from.load(sides.sums, mine);
     }
 
-    // `Half`: which turn of its super-block this is.
+    // `Half`: which turn of its super-block this is; 2: the first of the next one's, and the
+    // addresses are those of this one.
     template <int Half>
-    __device__ __forceinline__ void copy(const Weights& from, const Params& p, const Place& place,
-                                         int turn, uint32_t slot) const {
-      const int index = turn / kTurns;
-      raw.template copy<Half * Of::kRaw, kTurns * Split * Of::kRaw, CopyBytes>(
-          from.raw, slot, index, row_bytes_of<0>(place) - turn * Split * Of::kRaw, p.w);
+    __device__ __forceinline__ void copy_weights(const Rows& rows, const Sides& from,
+                                                 const Params& p, const Place& place, int turn,
+                                                 uint32_t slot) const {
+      raw.template copy<Half * Of::kRaw, CopyBytes>(
+          rows.raw, slot, row_bytes_of<0>(place) - turn * Split * Of::kRaw, p.w);
       if constexpr (Of::kHigh > 0)
-        high.template copy<Of::kHighWhole ? 0 : Half * Of::kHigh,
-                           Of::kHighWhole ? kHighStep : kTurns * kHighStep>(
-            from.high, slot + kRawBytes, index, row_bytes_of<1>(place) - turn * kHighStep, p.w);
-      const int left = place.row_blocks - index * kSlotBlocks;
+        high.template copy<Of::kHighWhole ? Half / 2 * kHighStep : Half * Of::kHigh>(
+            rows.high, slot + kRawBytes, row_bytes_of<1>(place) - turn * kHighStep, p.w);
+      const int index = turn / kTurns, left = place.row_blocks - index * kSlotBlocks;
       const uint32_t heads = slot + kRawBytes + kHighBytes;
       head0.copy(from.head0, mine, heads, index, kSlotBlocks * kHead0Row * p.n, left, p.w);
       if constexpr (kHeads > 1)
@@ -449,11 +506,11 @@ struct GemmInt8 {
     }
 
     template <int Half>
-    __device__ __forceinline__ void copy(const Activations& from, const Params& p, int turn,
-                                         uint32_t slot, uint32_t factors) const {
+    __device__ __forceinline__ void copy_activations(const Rows& rows, const Sides& from,
+                                                     const Params& p, int turn, uint32_t slot,
+                                                     uint32_t factors) const {
       const auto* safe = reinterpret_cast<const uint8_t*>(p.x);
-      x.template copy<Half * 128, kTurns * Split * 128>(from.x, slot, turn / kTurns,
-                                                        p.k - turn * Split * 128, safe);
+      x.template copy<Half * 128>(rows.x, slot, p.k - turn * Split * 128, safe);
       const int left = p.k / 32 - turn * Split * kGroups;
       scales.copy(from.scales, mine, factors, turn, Split * kGroups * 8 * p.stride, left, safe);
       if constexpr (kSums)  // those of four groups of a token side by side: an operand of an mma
@@ -478,7 +535,7 @@ struct GemmInt8 {
   // And its places in slot 0 of shared memory.
   struct Lane : Work {
     using Work::lane, Work::part, Work::warp_row, Work::warp_token;
-    uint32_t x, raw, high, high_words, scale, sum;
+    uint32_t x, raw, high, high_words, scale, sum, min;
 
     __device__ explicit Lane(Smem& s) : Work(threadIdx.x) {
       const int token = warp_token + lane / 16 * 8 + lane % 8, f = warp_row + lane % 16;
@@ -492,6 +549,10 @@ struct GemmInt8 {
       const uint32_t factors = ptx::shared_address(s.factors);
       scale = kept(factors + part * kGroups * kScaleRow + (warp_token + lane % 4 * 2) * 8);
       sum = kept(factors + kScaleBytes + (part * BM + warp_token + lane / 16 * 8 + lane % 8) * 16);
+      if constexpr (kSums)  // of ldmatrix's row lane % 8 of the first or second eight, of a half
+        min = kept(ptx::shared_address(s.own[threadIdx.x / 32] + kMinsPlace +
+                                       mins_place(lane % 8 * 4 + lane / 8 % 2) +
+                                       lane / 16 * kMinsPart));
     }
   };
 
@@ -520,11 +581,26 @@ struct GemmInt8 {
   // Where registers are left, every other is left out: each is an instruction, and loads wait less.
   static __device__ __forceinline__ void fence() { __syncwarp(); }
 
+  // The same between groups. `kBranches`: ptxas must believe that M may be 0, and then moves
+  // nothing over the branch.
+  static __device__ __forceinline__ void fence_group(uint4& magic, const float* own) {
+    if constexpr (kBranches) {
+      magic = ptx::load_shared(ptx::shared_address(own));
+      if (magic.x == 0) ptx::trap();
+    } else {
+      fence();
+    }
+  }
+
   // One step of a warp; `half` of the super-block, if there is one.
   static __device__ __forceinline__ void multiply(Accumulators& acc, Smem& s, const Lane& at,
                                                   int slot, int half) {
     const uint32_t w_slot = slot * kW, x_slot = slot * kX, f_slot = slot * kFactors;
     float* own = s.own[threadIdx.x / 32];
+    // Without a load ptxas makes M anew in the registers of each mma's result, for sm_80 at least;
+    // a wide warp has no registers to keep it otherwise.
+    uint4 magic = make_uint4(kM, kM, kM, kM);
+    if constexpr (kTokens <= 64) magic = ptx::load_shared(ptx::shared_address(own));
 
     {  // The scales of a row, each lane one.
       const int block = Of::kSuper ? at.part / 2 : at.part * 4;
@@ -532,50 +608,57 @@ struct GemmInt8 {
       const uint8_t* head1 = s.w[0] + w_slot + kW - kHead1Bytes + block * BN * kHead1Row;
       const int row = at.warp_row + at.lane;
       float scales[kScales], mins[kGroups];
-      Of::scales(scales, mins, head0, head1, BN, row, half);
+      Of::scales(scales, mins, head0, head1, BN, row, half, magic.x);
 #pragma unroll
-      for (int i = 0; i < kScales; ++i) own[i * 32 + at.lane] = scales[i];
-      if constexpr (kSums) {  // upper bits, then the rest; in the other fragment the other way
-                              // round
-        const int i = at.lane / 4, fragment = at.lane / 2 % 2;
-        float* min = own + kScales * 32 + fragment * kMinFragment + i * 4 + at.lane % 2;
+      for (int i = 0; i < kScales; i += kBeside) {
+        float* there = own + kScalesPlace + i * 32 + at.lane * kBeside;
+        if constexpr (kBeside == 2)
+          *reinterpret_cast<float2*>(there) = make_float2(scales[i], scales[i + 1]);
+        else
+          *there = scales[i];
+      }
+      if constexpr (kSums) {
+        float upper[kGroups];
 #pragma unroll
-        for (int g = 0; g < kGroups; ++g) {
-          const float upper = __uint_as_float(__float_as_uint(mins[g]) & 0xffffe000u);
-          min[g * kMinGroup + fragment * 2] = upper;
-          min[g * kMinGroup + 2 - fragment * 2] = mins[g] - upper;
-        }
+        for (int g = 0; g < kGroups; ++g)
+          upper[g] = __uint_as_float(__float_as_uint(mins[g]) & 0xffffe000u);
+        float* min = own + kMinsPlace + mins_place(at.lane);
+        *reinterpret_cast<float4*>(min) = make_float4(upper[0], upper[1], upper[2], upper[3]);
+        *reinterpret_cast<float4*>(min + kMinsPart) = make_float4(
+            mins[0] - upper[0], mins[1] - upper[1], mins[2] - upper[2], mins[3] - upper[3]);
       }
       if constexpr (kProducts) {
         uint32_t words[kScales];
-        own[2 * kScales * 32 + at.lane] = Of::min_words(words, head0, head1, row, half);
+        own[kMinsPlace + kScales * 32 + at.lane] = Of::min_words(words, head0, head1, row, half);
 #pragma unroll
         for (int i = 0; i < kScales; ++i)
-          own[(kScales + i) * 32 + at.lane] = __uint_as_float(words[i]);
+          own[kMinsPlace + i * 32 + at.lane] = __uint_as_float(words[i]);
       }
     }
     __syncwarp();
-    const float4* mine = reinterpret_cast<const float4*>(own) + at.lane / 4;  // of rows 4 l / 4 ...
-
-    const float* min = own + kScales * 32 + at.lane % 4 * kMinGroup + at.lane / 4 * 4;
+    const float4* mine =
+        reinterpret_cast<const float4*>(own + kScalesPlace) + at.lane / 4 * kBeside;
     float4 minus;
-    if constexpr (kProducts) minus = mine[2 * kScales * 8];
+    const float4* products = reinterpret_cast<const float4*>(own + kMinsPlace) + at.lane / 4;
+    if constexpr (kProducts) minus = products[kScales * 8];
 
     quant::Raw raw[2];
-    fence();
-    group<0>(acc, at, raw, mine, min, minus, w_slot, x_slot, f_slot, half);
-    fence();
-    group<1>(acc, at, raw, mine, min, minus, w_slot, x_slot, f_slot, half);
-    fence();
-    group<2>(acc, at, raw, mine, min, minus, w_slot, x_slot, f_slot, half);
-    fence();
-    group<3>(acc, at, raw, mine, min, minus, w_slot, x_slot, f_slot, half);
+    float w[2][4];
+    if constexpr (!kKept) fence();
+    group<0>(acc, at, raw, w, mine, products, magic, minus, w_slot, x_slot, f_slot, half);
+    fence_group(magic, own);
+    group<1>(acc, at, raw, w, mine, products, magic, minus, w_slot, x_slot, f_slot, half);
+    fence_group(magic, own);
+    group<2>(acc, at, raw, w, mine, products, magic, minus, w_slot, x_slot, f_slot, half);
+    fence_group(magic, own);
+    group<3>(acc, at, raw, w, mine, products, magic, minus, w_slot, x_slot, f_slot, half);
   }
 
   template <int G>
   static __device__ __forceinline__ void group(Accumulators& acc, const Lane& at,
-                                               quant::Raw (&raw)[2], const float4* mine,
-                                               const float* min, const float4& minus,
+                                               quant::Raw (&raw)[2], float (&w)[2][4],
+                                               const float4* mine, const float4* products,
+                                               const uint4& magic, const float4& minus,
                                                uint32_t w_slot, uint32_t x_slot, uint32_t f_slot,
                                                int half) {
     // When they take the fewest registers, as ptxas has it.
@@ -588,26 +671,29 @@ struct GemmInt8 {
       Of::template fetch<G>(raw[i], source, half);
       Of::template operand<G>(a[i], raw[i], at.lane);
     }
-    float w[kParts][4];
+    constexpr int kFirst = kParts < kBeside ? G % 2 : 0;  // of w
+    if constexpr (kBeside == 1) {
+      const float4 four = mine[G * 8];
+      w[0][0] = four.x, w[0][1] = four.y, w[0][2] = four.z, w[0][3] = four.w;
+    } else if constexpr (kFirst == 0) {
 #pragma unroll
-    for (int part = 0; part < kParts; ++part) {
-      const float4 four = mine[(G * kParts + part) * 8];
-      w[part][0] = four.x, w[part][1] = four.y, w[part][2] = four.z, w[part][3] = four.w;
+      for (int i = 0; i < 2; ++i) {
+        const float4 four = mine[G * kParts / 2 * 16 + i];
+        w[0][2 * i] = four.x, w[1][2 * i] = four.y;
+        w[0][2 * i + 1] = four.z, w[1][2 * i + 1] = four.w;
+      }
     }
     uint32_t mins[2][4];
     if constexpr (kMins) {
 #pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        const uint4 bits = *reinterpret_cast<const uint4*>(min + i * kMinFragment);
-        mins[i][0] = bits.x, mins[i][1] = bits.y, mins[i][2] = bits.z, mins[i][3] = bits.w;
-      }
+      for (int i = 0; i < 2; ++i) ptx::load_matrix_x4(mins[i], at.min + i * mins_place(2) * 4);
     }
     uint32_t m[2][4];
     float less[4];
     if constexpr (kProducts) {
 #pragma unroll
       for (int part = 0; part < 2; ++part) {
-        const float4 four = mine[(kScales + G * 2 + part) * 8];
+        const float4 four = products[(G * 2 + part) * 8];
         m[0][2 * part] = __float_as_uint(four.x), m[0][2 * part + 1] = __float_as_uint(four.y);
         m[1][2 * part] = __float_as_uint(four.z), m[1][2 * part + 1] = __float_as_uint(four.w);
       }
@@ -621,13 +707,19 @@ struct GemmInt8 {
 #pragma unroll
       for (int j = 2 * pair; j < 2 * pair + 2; ++j) {
         const uint4 bits = ptx::load_shared(at.scale + f_slot + G * kScaleRow + j * 64);
-        const float d[2] = {__uint_as_float(bits.x), __uint_as_float(bits.z)};
-        const float minus_md[2] = {__uint_as_float(bits.y), __uint_as_float(bits.w)};
+        float d[2], minus_md[2];  // of the two tokens
+        d[0] = __uint_as_float(bits.x), d[1] = __uint_as_float(kPaired ? bits.y : bits.z);
+        minus_md[0] = __uint_as_float(kPaired ? bits.z : bits.y);
+        minus_md[1] = __uint_as_float(bits.w);
         const auto fold = [&](float (&c)[4], const int (&sum)[4], float first, float second) {
 #pragma unroll
-          for (int x = 0; x < 4; ++x) {
-            const float t = fmaf(__int_as_float(sum[x]), d[x % 2], minus_md[x % 2]);
-            c[x] = fmaf(t, x < 2 ? first : second, c[x]);
+          for (int x = 0; x < 4; x += 2) {
+            const float w = x == 0 ? first : second;
+            float t[2], all[2];
+            ptx::fma_pair<kPaired>(t, __int_as_float(sum[x]), __int_as_float(sum[x + 1]), d[0],
+                                   d[1], minus_md[0], minus_md[1]);
+            ptx::fma_pair<kPaired>(all, t[0], t[1], w, w, c[x], c[x + 1]);
+            c[x] = all[0], c[x + 1] = all[1];
           }
         };
         const uint32_t b0 = b[j % 2 * 2], b1 = b[j % 2 * 2 + 1];
@@ -635,23 +727,24 @@ struct GemmInt8 {
         for (int i = 0; i < 2; ++i) {
           int sum[4];
           if constexpr (kParts == 1) {
-            ptx::imma_16832<Of::kSigned>(sum, a[i], b0, b1, kM);
-            fold(acc[i][j], sum, w[0][2 * i], w[0][2 * i + 1]);
+            ptx::imma_16832<Of::kSigned>(sum, a[i], b0, b1, magic);
+            fold(acc[i][j], sum, w[kFirst][2 * i], w[kFirst][2 * i + 1]);
           } else {
-            ptx::imma_16816<Of::kSigned>(sum, a[i][0], a[i][1], b0, kM);
+            ptx::imma_16816<Of::kSigned>(sum, a[i][0], a[i][1], b0, magic);
             fold(acc[i][j], sum, w[0][2 * i], w[0][2 * i + 1]);
-            ptx::imma_16816<Of::kSigned>(sum, a[i][2], a[i][3], b1, kM);
+            ptx::imma_16816<Of::kSigned>(sum, a[i][2], a[i][3], b1, magic);
             fold(acc[i][j], sum, w[1][2 * i], w[1][2 * i + 1]);
           }
           if constexpr (kProducts) {
-            ptx::imma_16832<false>(sum, m[i], b0, b1, kM);
+            ptx::imma_16832<false>(sum, m[i], b0, b1, magic);
             fold(acc[i][j], sum, less[2 * i], less[2 * i + 1]);
           }
         }
       }
       if constexpr (kMins) {
         if constexpr (!kRoomy) fence();
-        uint32_t sums[4];  // twice the same of either eight tokens
+        if constexpr (kTokens > 64) fence();  // with one of them ptxas spills
+        uint32_t sums[4];                     // twice the same of either eight tokens
         ptx::load_matrix_x4(sums, at.sum + f_slot + pair * 16 * 16);
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
@@ -673,48 +766,55 @@ struct GemmInt8 {
     const Place place{row0, token0, p.n - row0, m - token0, p.k / Block::kElements};
 
     Smem& s = spec::shared<Smem>();
-    // What only the end needs is kept where pointers are.
-    if constexpr (Split == 1) {
-      uint64_t* place_kept = s.sources[kPlaceAt][threadIdx.x];
-      place_kept[0] = uint64_t(place.row0) << 32 | uint32_t(place.token0);
-      place_kept[1] = uint64_t(place.rows) << 32 | uint32_t(place.tokens);
-    }
+    // It is only needed again at the end, long after the next __syncthreads.
+    if (Split == 1 && threadIdx.x == 0)
+      *reinterpret_cast<int4*>(s.sources) =
+          make_int4(place.row0, place.token0, place.rows, place.tokens);
     const uint32_t x = ptx::shared_address(s.x), w = ptx::shared_address(s.w);
     const uint32_t factors = ptx::shared_address(s.factors);
     constexpr int kSlot = Split * quant::kStep;  // columns of k
-    const Copies copies(p, place, ptx::shared_address(s.sources));
+    const Copies copies(p, place, ptx::shared_address(s.sources) + 16);
     constexpr int kAhead = Stages - 1;
     static_assert(Copies::kTurns == 1 || Stages <= 2, "a slot is always the same half");
     // Weights, which no kernel writes, need not wait for the kernel before.
 #pragma unroll
     for (int turn = 0; turn < kAhead; ++turn) {
-      typename Copies::Weights from;
-      copies.load(from);
-      if (turn * kSlot < p.k) copies.template copy<0>(from, p, place, turn, w + turn * kW);
+      typename Copies::Rows rows;
+      typename Copies::Sides sides;
+      copies.load(rows, turn), copies.load(sides);
+      if (turn * kSlot < p.k)
+        copies.template copy_weights<0>(rows, sides, p, place, turn, w + turn * kW);
     }
     ptx::dependency_wait();
 #pragma unroll
     for (int turn = 0; turn < kAhead; ++turn) {
-      typename Copies::Activations from;
-      copies.load(from);
+      typename Copies::Rows rows;
+      typename Copies::Sides sides;
+      copies.load(rows, turn), copies.load(sides);
       if (turn * kSlot < p.k)
-        copies.template copy<0>(from, p, turn, x + turn * kX, factors + turn * kFactors);
+        copies.template copy_activations<0>(rows, sides, p, turn, x + turn * kX,
+                                            factors + turn * kFactors);
       ptx::copy_async_commit();  // the first group has all of these weights
     }
 
+    if (threadIdx.x % 32 < kScalesPlace)
+      s.own[threadIdx.x / 32][threadIdx.x % 32] = __int_as_float(kM);
     const Lane at(s);
     Accumulators acc = {};
-    const auto turn_of = [&](int turn, int slot, int next, int half, auto copied_half) {
+    const auto turn_of = [&](int turn, int slot, int next, int half, auto copied_half,
+                             const typename Copies::Rows* held) {
       if constexpr (Stages > 1) ptx::copy_async_wait<(Stages > 1 ? Stages - 2 : 0)>();
       __syncthreads();
       constexpr int kHalf = decltype(copied_half)::value;
       if ((turn + kAhead) * kSlot < p.k) {
-        typename Copies::Weights weights;
-        typename Copies::Activations activations;
-        copies.load(weights), copies.load(activations);
-        copies.template copy<kHalf>(weights, p, place, turn + kAhead, w + next * kW);
-        copies.template copy<kHalf>(activations, p, turn + kAhead, x + next * kX,
-                                    factors + next * kFactors);
+        typename Copies::Rows rows;
+        typename Copies::Sides sides;
+        if (!held) copies.load(rows, (turn + kAhead) / Copies::kTurns - kHalf / 2);
+        copies.load(sides);
+        copies.template copy_weights<kHalf>(held ? *held : rows, sides, p, place, turn + kAhead,
+                                            w + next * kW);
+        copies.template copy_activations<kHalf>(held ? *held : rows, sides, p, turn + kAhead,
+                                                x + next * kX, factors + next * kFactors);
       }
       ptx::copy_async_commit();
       if constexpr (Stages == 1) {
@@ -726,14 +826,18 @@ struct GemmInt8 {
     if constexpr (Copies::kTurns == 2) {
 #pragma unroll 1
       for (int turn = 0; turn * kSlot < p.k; turn += 2) {
-        turn_of(turn, 0, kAhead, 0, std::integral_constant<int, kAhead>());
-        turn_of(turn + 1, kAhead, 0, 1, std::integral_constant<int, 1 - kAhead>());
+        typename Copies::Rows rows;
+        if constexpr (kKept) copies.load(rows, turn / 2);
+        const auto* held = kKept ? &rows : nullptr;
+        turn_of(turn, 0, kAhead, 0, std::integral_constant<int, kAhead>(), held);
+        turn_of(turn + 1, kAhead, 0, 1, std::integral_constant<int, 1 + kAhead>(), held);
       }
     } else {
       int slot = 0, next = kAhead;
 #pragma unroll 1
       for (int turn = 0; turn * kSlot < p.k; ++turn) {
-        turn_of(turn, slot, next, (turn * Split + at.part) % 2, std::integral_constant<int, 0>());
+        turn_of(turn, slot, next, (turn * Split + at.part) % 2, std::integral_constant<int, 0>(),
+                nullptr);
         slot = slot + 1 == Stages ? 0 : slot + 1;
         next = next + 1 == Stages ? 0 : next + 1;
       }
@@ -742,8 +846,8 @@ struct GemmInt8 {
     if constexpr (Split > 1) {
       store_parts(p, s, work, acc, place);
     } else {
-      const uint4 all = ptx::load_shared(ptx::shared_address(s.sources[kPlaceAt]) + copies.mine);
-      const Place there{int(all.y), int(all.x), int(all.w), int(all.z)};
+      const uint4 all = ptx::load_shared(ptx::shared_address(s.sources));
+      const Place there{int(all.x), int(all.y), int(all.z), int(all.w)};
       constexpr int kCount = kTokens / 8 < 4 ? kTokens / 8 : 4;
 #pragma unroll
       for (int j = 0; j < kTokens / 8; j += kCount) store<kCount>(p, work, acc, j, there);

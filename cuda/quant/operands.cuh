@@ -33,12 +33,9 @@ struct Raw {
   uint32_t q[4], high[8];
 };
 
-// The bytes of a word as floats 2^23 + byte.
-QUANT_INLINE float biased(uint32_t word, int i) {
-  uint32_t bias = 0x4b000000;
-#ifdef __CUDACC__
-  asm("" : "+r"(bias));  // so that all have it in one register
-#endif
+// A byte of a word as the float 2^23 + byte. `bias`: any word with an upper byte of 0x4b and a
+// lowest of 0; one that the compiler does not know leaves it the selector as a constant.
+QUANT_INLINE float biased(uint32_t word, int i, uint32_t bias) {
   return float_of(permute(word, bias, 0x7440 + i));
 }
 constexpr float kBias = 8388608.0f;
@@ -81,7 +78,7 @@ struct Blocks32 {
 template <int Denominator>
 struct ScalesOfD {
   static QUANT_INLINE void scales(float (&s)[4], float (&)[4], const uint8_t* d, const uint8_t*,
-                                  int rows, int row, int) {
+                                  int rows, int row, int, uint32_t) {
 #pragma unroll
     for (int g = 0; g < 4; ++g) s[g] = half_at(d + (g * rows + row) * 2) * (1.0f / Denominator);
   }
@@ -89,7 +86,7 @@ struct ScalesOfD {
 template <int Denominator>
 struct ScalesOfDM {
   static QUANT_INLINE void scales(float (&s)[4], float (&m)[4], const uint8_t* dm, const uint8_t*,
-                                  int rows, int row, int) {
+                                  int rows, int row, int, uint32_t) {
 #pragma unroll
     for (int g = 0; g < 4; ++g) {
       const uint32_t both = word_at(dm + (g * rows + row) * 4);
@@ -238,14 +235,14 @@ struct Operands<block_iq4_xs> : Blocks32<block_iq4_xs> {
   }
 
   static QUANT_INLINE void scales(float (&s)[4], float (&)[4], const uint8_t* head, const uint8_t*,
-                                  int, int row, int half) {
+                                  int, int row, int half, uint32_t bias) {
     const uint32_t first = word_at(head + row * 8), low = word_at(head + row * 8 + 4) >> 16 * half;
     const uint32_t high = first >> (16 + 8 * half);
     const float d = half_value(uint16_t(first));
 #pragma unroll
     for (int g = 0; g < 4; ++g) {
       const uint32_t scale = (low >> 4 * g & 15) | (high >> 2 * g & 3) << 4;
-      s[g] = d * (biased(scale, 0) - (kBias + 32));
+      s[g] = d * (biased(scale, 0, bias) - (kBias + 32));
     }
   }
 };
@@ -255,7 +252,7 @@ struct Operands<block_iq4_xs> : Blocks32<block_iq4_xs> {
 template <int OddDenominator>
 struct Scales6 {
   static QUANT_INLINE void scales(float (&s)[4], float (&m)[4], const uint8_t* head, const uint8_t*,
-                                  int, int row, int half) {
+                                  int, int row, int half, uint32_t bias) {
     struct alignas(16) Words {
       uint32_t d, low, mins, more;
     };
@@ -269,8 +266,8 @@ struct Scales6 {
 #pragma unroll
     for (int g = 0; g < 4; ++g) {
       const float factor = g % 2 ? d * (1.0f / OddDenominator) : d;
-      s[g] = fmaf(biased(scale, g), factor, -kBias * factor);
-      m[g] = fmaf(biased(min, g), dmin, -kBias * dmin);
+      s[g] = fmaf(biased(scale, g, bias), factor, -kBias * factor);
+      m[g] = fmaf(biased(min, g, bias), dmin, -kBias * dmin);
     }
   }
 };
@@ -346,12 +343,12 @@ struct Operands<block_q6_k> {
     }
   }
   static QUANT_INLINE void scales(float (&s)[8], float (&)[4], const uint8_t* scales,
-                                  const uint8_t* d, int, int row, int half) {
+                                  const uint8_t* d, int, int row, int half, uint32_t bias) {
     const float quarter = half_at(d + row * 2) * 0.25f;
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
       const uint32_t word = word_at(scales + row * 16 + half * 8 + i / 4 * 4) ^ every(0x80);
-      s[i] = quarter * (biased(word, i % 4) - (kBias + 128));
+      s[i] = quarter * (biased(word, i % 4, bias) - (kBias + 128));
     }
   }
 };
@@ -382,14 +379,14 @@ struct Operands<block_q3_k> {
     }
   }
   static QUANT_INLINE void scales(float (&s)[8], float (&)[4], const uint8_t* scales,
-                                  const uint8_t* d, int, int row, int half) {
+                                  const uint8_t* d, int, int row, int half, uint32_t bias) {
     const uint32_t high = word_at(scales + row * 12 + 8) >> 4 * half;
     const float part = half_at(d + row * 2) * (1.0f / 32);
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
       const uint32_t low = word_at(scales + row * 12 + i / 4 * 4) >> 4 * half & every(0x0f);
       const uint32_t word = low | ((i < 4 ? high << 4 : high << 2) & every(0x30));
-      s[i] = part * (biased(word, i % 4) - (kBias + 32));
+      s[i] = part * (biased(word, i % 4, bias) - (kBias + 32));
     }
   }
 };
@@ -412,12 +409,12 @@ struct Operands<block_q2_k> {
     for (int i = 0; i < 4; ++i) a[i] = raw.q[i] & every(3u << 2 * G);
   }
   static QUANT_INLINE void scales(float (&s)[8], float (&)[4], const uint8_t* scales,
-                                  const uint8_t* dm, int, int row, int half) {
+                                  const uint8_t* dm, int, int row, int half, uint32_t bias) {
     const float d = half_at(dm + row * 4);
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
       const uint32_t word = word_at(scales + row * 16 + half * 8 + i / 4 * 4) & every(0x0f);
-      s[i] = d * (1.0f / (1 << i / 2 * 2)) * (biased(word, i % 4) - kBias);
+      s[i] = d * (1.0f / (1 << i / 2 * 2)) * (biased(word, i % 4, bias) - kBias);
     }
   }
   static QUANT_INLINE float min_words(uint32_t (&m)[8], const uint8_t* scales, const uint8_t* dm,

@@ -61,7 +61,7 @@ struct Rows {
       const uint8_t byte = a[i / 4] >> i % 4 * 8;
       float scales[quant::kStep / Of::kSub], min[4] = {};
       const uint8_t *head0 = plane(kFirst, 0), *head1 = plane(kHeads - 1, 0);
-      Of::scales(scales, min, head0, head1, n, at, step % 2);
+      Of::scales(scales, min, head0, head1, n, at, step % 2, 0x4b400000);
       const int sub = (G * 32 + e) / Of::kSub;
       const long to = at * blocks * Block::kElements + step * quant::kStep + G * 32 + e;
       q[to] = scales[sub] * (Of::kSigned ? int8_t(byte) : byte);

@@ -130,6 +130,12 @@ inline uint32_t pack_halves(float low, float high) {
 inline void launch_dependents() {}
 inline void dependency_wait() {}
 
+constexpr bool kPairedFloats = __CUDA_ARCH__ >= 1000 && __CUDA_ARCH__ < 1200;
+template <bool Paired = kPairedFloats>
+void fma_pair(float (&to)[2], float x0, float x1, float y0, float y1, float z0, float z1) {
+  to[0] = fmaf(x0, y0, z0), to[1] = fmaf(x1, y1, z1);
+}
+
 inline float exp2_approx(float x) { return exp2f(x); }
 inline float max_or_nan(float x, float y) { return x != x || y != y ? NAN : fmaxf(x, y); }
 inline float reciprocal_approx(float x) { return 1 / x; }
@@ -141,6 +147,7 @@ inline int32_t load_acquire(const int32_t* from) { return *from; }
 inline const uint8_t* address_of(const uint8_t* base, uint32_t index, uint32_t stride) {
   return base + uint64_t(index) * stride;
 }
+inline void trap() { emulated::leave("trap"); }
 inline int thread_again() { return threadIdx.x; }
 
 inline uint4 load_shared(uint32_t shared) {
