@@ -21,7 +21,7 @@ os.environ["PYTHONSAFEPATH"] = "1"  # nor do the interpreters that tests start
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
-        "--emulate", choices=("80", "100", "120"), metavar="ARCHITECTURE",
+        "--emulate", choices=("80", "90a", "100", "120"), metavar="ARCHITECTURE",
         help="run tests/gpu on the host, with kernels as they are for sm_80, ...: see "
         "tests/emulated_driver.py",
     )  # fmt: skip

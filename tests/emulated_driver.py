@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+import struct
 import subprocess
 from collections import Counter
 from functools import cache
@@ -27,7 +28,8 @@ from typing import Any
 
 import numpy as np
 from compilers import cuda_includes, cxx
-from fake_driver import FakeDriver
+from cuda.bindings import driver
+from fake_driver import INVALID_VALUE, FakeDriver, StatusError
 from numpy.typing import NDArray
 
 from pyruntime.cubin.installed import root
@@ -39,8 +41,13 @@ FLAGS = ["-std=c++17", "-O1", "-U_FORTIFY_SOURCE", "-ffp-contract=off", "-fPIC",
 # Shared memory of a block and of a multiprocessor, by architecture: CUDA programming guide,
 # "Compute Capabilities".
 SHARED = {
-    "80": (163 << 10, 164 << 10), "100": (227 << 10, 228 << 10), "120": (99 << 10, 100 << 10),
-}  # fmt: skip
+    "80": (163 << 10, 164 << 10),
+    "90a": (227 << 10, 228 << 10),
+    "100": (227 << 10, 228 << 10),
+    "120": (99 << 10, 100 << 10),
+}
+MAP = struct.Struct("<QQ3Q2Q3II")  # Map of tests/emulator/core/tma.cuh
+MAP_MAGIC = 0x70616D726F736E74
 ALIGNMENT = 16
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -52,8 +59,8 @@ class EmulatedDriver(FakeDriver):
         super().__init__()
         block, multiprocessor = SHARED[architecture]
         self.attributes |= {
-            "COMPUTE_CAPABILITY_MAJOR": int(architecture) // 10,
-            "COMPUTE_CAPABILITY_MINOR": int(architecture) % 10,
+            "COMPUTE_CAPABILITY_MAJOR": capability(architecture) // 10,
+            "COMPUTE_CAPABILITY_MINOR": capability(architecture) % 10,
             "MAX_SHARED_MEMORY_PER_BLOCK_OPTIN": block,
             "MAX_SHARED_MEMORY_PER_MULTIPROCESSOR": multiprocessor,
         }
@@ -73,6 +80,39 @@ class EmulatedDriver(FakeDriver):
         start = inside - -(-nbytes // ALIGNMENT) * ALIGNMENT
         return memory[start : start + nbytes]
 
+    def _result(self, name: str, *arguments: Any) -> Any:
+        if name == "cuTensorMapEncodeTiled":
+            return self._map(*arguments)
+        return super()._result(name, *arguments)
+
+    def _map(
+        self, dtype: Any, rank: int, base: int, sizes: Any, strides: Any, box: Any, steps: Any,
+        interleave: Any, swizzle: Any, *_: Any,
+    ) -> Any:  # fmt: skip
+        sizes, strides, box = ([int(n) for n in given] for given in (sizes, strides, box))
+        right = (
+            rank in (2, 3)
+            and base % 16 == 0
+            and all(0 < n <= 1 << 32 for n in sizes)
+            and all(n % 16 == 0 for n in strides)
+            and all(0 < n <= 256 for n in box)
+        )
+        if not right:
+            raise StatusError(INVALID_VALUE)
+        if (
+            dtype != driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_FLOAT16
+            or swizzle != driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B
+            or box[0] != 64
+        ):
+            raise NotImplementedError("a tensor map of other lines than 64 fp16, swizzled")
+        less = 3 - rank
+        packed = MAP.pack(
+            MAP_MAGIC, base, *sizes, *[1] * less, *strides, *[0] * less, *box, *[1] * less, rank
+        )
+        found = driver.CUtensorMap()
+        ctypes.memmove(found.getPtr(), packed, len(packed))
+        return found
+
     def _kept(self, kernel: str, address: int) -> bytes:
         """Parameters as they are now."""
         block = ctypes.c_void_p.from_address(address).value
@@ -85,7 +125,7 @@ class EmulatedDriver(FakeDriver):
         self._launches[kernel] += 1
         fault = emulate(
             compiled(source, self._architecture), kernel, params, grid, spec.threads,
-            spec.smem_bytes, self._launches[kernel],
+            spec.smem_bytes, self._launches[kernel], cluster_of(config),
         )  # fmt: skip
         if fault:
             raise AssertionError(f"kernel {kernel}, grid {grid}: {fault}")
@@ -94,19 +134,34 @@ class EmulatedDriver(FakeDriver):
 def emulate(
     library: ctypes.CDLL,
     kernel: str,
-    params: Any,
+    params: bytes,
     grid: tuple[int, int, int],
     threads: int,
     shared: int,
     number: int,
+    cluster: int = 1,
 ) -> str:
     """Runs a kernel; what went wrong, or nothing. `number`: of the launch, by which orders differ;
     in odd ones copies arrive late."""
     run = library.emulate
     run.restype = ctypes.c_char_p
     sizes = (ctypes.c_uint * 3)(*grid)
-    fault = run(getattr(library, kernel), params, sizes, threads, shared, number, number % 2)
+    fault = run(
+        getattr(library, kernel), params, len(params), sizes, threads, shared, cluster, number,
+        number % 2,
+    )  # fmt: skip
     return str(fault.decode()) if fault else ""
+
+
+def capability(architecture: str) -> int:
+    return int(architecture.rstrip("af"))
+
+
+def cluster_of(config: Any) -> int:
+    """Blocks in a cluster, of a launch's configuration."""
+    dimension = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+    sizes = [a.value.clusterDim.x for a in config.attrs[: config.numAttrs] if a.id == dimension]
+    return int(sizes[0]) if sizes else 1
 
 
 @cache
@@ -135,7 +190,8 @@ def compiled(source: Path, architecture: str) -> ctypes.CDLL:
         if source.is_relative_to(CUDA):  # its `#include`s are then of that tree
             source = tree / source.relative_to(CUDA)
         command = [
-            cxx(), *FLAGS, *cuda_includes(), f"-I{folder}", f"-DEMULATED={architecture}0",
+            cxx(), *FLAGS, *cuda_includes(), f"-I{folder}",
+            f"-DEMULATED={10 * capability(architecture)}",
             f'-DKERNELS="{source}"', "-o", str(library), str(EMULATOR / "kernels.cpp"),
         ]  # fmt: skip
         subprocess.run(command, check=True)

@@ -4,7 +4,6 @@
 #include "cuda/core/spec.cuh"
 
 #include <signal.h>
-#include <sys/mman.h>
 
 #undef KERNEL
 #define KERNEL(name, ...)                                               \
@@ -15,7 +14,7 @@
 
 namespace {
 
-constexpr int kMostThreads = 1024;
+constexpr int kMostParams = 4096;  // bytes
 
 void on_fault(int, siginfo_t* about, void*) {
   sigset_t now;
@@ -23,9 +22,7 @@ void on_fault(int, siginfo_t* about, void*) {
   sigaddset(&now, SIGSEGV);
   sigaddset(&now, SIGBUS);
   sigprocmask(SIG_UNBLOCK, &now, nullptr);
-  char what[128];
-  std::snprintf(what, sizeof(what), "%p is in no array, or misaligned", about->si_addr);
-  emulated::leave(what);
+  emulated::leave("%p is in no array, or misaligned", about->si_addr);
 }
 
 // While it lives, what a kernel does to memory that is not there ends the kernel, not the process.
@@ -54,48 +51,37 @@ class Guard {
   struct sigaction segv_before_, bus_before_;
 };
 
-// Whether shared memory from byte `first` on is as it was before the block.
-bool untouched(size_t first) {
-  const unsigned char* const rest = spec::raw + first;
-  const size_t count = sizeof(spec::raw) - first;
-  return rest[0] == emulated::kPoison && !std::memcmp(rest, rest + 1, count - 1);
-}
-
 }  // namespace
 
-// Runs a grid of blocks with `threads` threads and `shared` bytes of shared memory each. Null, or
-// what went wrong. `late`: asynchronous copies arrive when they are waited for, or else at once.
-extern "C" const char* emulate(void (*entry)(const void*), const void* params, const unsigned* grid,
-                               unsigned threads, unsigned shared, unsigned seed, int late) {
+// Runs a grid in clusters of `cluster` blocks, with `threads` threads and `shared` bytes of shared
+// memory each. Null, or what went wrong. `late`: what is asynchronous happens when it is waited
+// for, or else at once.
+extern "C" const char* emulate(void (*entry)(const void*), const void* params, unsigned size,
+                               const unsigned* grid, unsigned threads, unsigned shared,
+                               unsigned cluster, unsigned seed, int late) {
   using namespace emulated;
-  static Block b;
+  alignas(64) static uint8_t own[kMostParams];
   static char text[512];
-  if (!stacks)
-    stacks = static_cast<uint8_t*>(mmap(nullptr, kMostThreads * kStack, PROT_READ | PROT_WRITE,
-                                        MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0));
+  std::memcpy(own, params, size);
   const Guard guard;
-  b.entry = entry;
-  b.params = params;
-  b.late = late;
-  b.random.seed(seed);
+  launch = {};
+  launch.entry = entry;
+  launch.params = own;
+  launch.threads = threads;
+  launch.shared = shared;
+  launch.cluster_size = cluster;
+  launch.late = late;
+  launch.random.seed(seed);
   gridDim = dim3(grid[0], grid[1], grid[2]);
   blockDim = dim3(threads, 1, 1);
-  std::vector<unsigned> order(grid[0] * grid[1] * grid[2]);
-  for (unsigned i = 0; i < order.size(); ++i) order[i] = i;
-  std::shuffle(order.begin(), order.end(), b.random);
-  for (unsigned number : order) {
-    blockIdx = {number % grid[0], number / grid[0] % grid[1], number / grid[0] / grid[1]};
-    std::memset(spec::raw, kPoison, sizeof(spec::raw));
-    bool right = run_block(b, threads);
-    if (right && !untouched(shared)) {
-      right = false;
-      std::snprintf(b.fault, sizeof(b.fault), "written to shared memory past its %u bytes", shared);
-    }
-    if (!right) {
-      std::snprintf(text, sizeof(text), "block (%u, %u, %u), thread %d: %s", blockIdx.x, blockIdx.y,
-                    blockIdx.z, b.current, b.fault);
-      return text;
-    }
+  launch.started.resize(grid[0] * grid[1] * grid[2] / cluster);
+  std::memset(spec::raw, kPoison, sizeof(spec::raw));
+  if (!_setjmp(launch.out)) {
+    run_grid();
+    return nullptr;
   }
-  return nullptr;
+  const uint3 at = block->index;
+  std::snprintf(text, sizeof(text), "block (%u, %u, %u), thread %d: %s", at.x, at.y, at.z,
+                block->current, launch.fault);
+  return text;
 }

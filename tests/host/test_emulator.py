@@ -109,7 +109,7 @@ def run(library: ctypes.CDLL, kernel: str, number: int) -> tuple[str, bool]:
     x, y = (driver._memory(4 * THREADS).view(np.float32) for _ in range(2))
     x[:], y[:] = np.arange(THREADS), np.nan
     params = Params(address(x), address(y), THREADS)
-    fault = emulate(library, kernel, ctypes.byref(params), (1, 1, 1), THREADS, SHARED, number)
+    fault = emulate(library, kernel, bytes(params), (1, 1, 1), THREADS, SHARED, number)
     return fault, bool((y == x + 1).all())
 
 

@@ -142,8 +142,18 @@ inline float reciprocal_approx(float x) { return 1 / x; }
 inline int fetch_increment(int32_t* counter) {
   return std::exchange(*counter, *counter >= 0x7fffffff ? 0 : *counter + 1);
 }
-inline void store_release(int32_t* to, int32_t x) { *to = x; }
-inline int32_t load_acquire(const int32_t* from) { return *from; }
+inline void store_release(int32_t* to, int32_t x) {
+  *to = x;
+  ++emulated::launch.releases;
+}
+// Who reads a flag again, and finds it as it was, waits for it.
+inline int32_t load_acquire(const int32_t* from) {
+  emulated::Thread& me = emulated::self();
+  if (me.flag == from && me.flag_seen == *from)
+    emulated::wait_beyond(emulated::launch.releases, emulated::launch.releases);
+  me.flag = from;
+  return me.flag_seen = *from;
+}
 inline const uint8_t* address_of(const uint8_t* base, uint32_t index, uint32_t stride) {
   return base + uint64_t(index) * stride;
 }
