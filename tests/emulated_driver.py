@@ -1,17 +1,22 @@
 """A CUDA driver that runs the kernels of this tree on the host: slowly, and watching them.
 
 `EmulatedDriver` is a `FakeDriver` whose launches are carried out by the kernels themselves, which
-tests/emulator compiles for the host. Kernels that begin with sm_90 are not there. What goes wrong
-is an error that names launch, block and thread:
+tests/emulator compiles for the host. What goes wrong is an error that names launch, block and
+thread:
 
 - an address past the end of an array: behind it lies a page that nothing may touch (but up to 15
   bytes past an array whose size is no multiple of 16 go unseen);
 - a misaligned access of several words, or one past shared memory;
-- shared memory written past what the kernel asks for; a barrier that some threads do not come to.
+- shared memory written past what the kernel asks for; a barrier that some threads or bytes do not
+  come to, or more than it counts, or that nobody has initialised;
+- a block of a cluster that ends before others are done with its shared memory;
+- a wait for a block of a higher number, which on a GPU may not have started.
 
 Memory that nothing has written holds NaN, shared memory, too. Threads and blocks run in an order
-that differs from one launch of a kernel to the next, and asynchronous copies arrive when they are
-waited for in one launch, at once in the next: who depends on either gives wrong results.
+that differs from one launch of a kernel to the next. Asynchronous copies and products of wgmma
+happen when they are waited for, copies by tensor maps when nothing else can, in one launch, at once
+in the next. Who depends on either gives wrong results. Fences do nothing: that one is missing is
+not seen.
 """
 
 from __future__ import annotations
@@ -48,6 +53,7 @@ SHARED = {
 }
 MAP = struct.Struct("<QQ3Q2Q3II")  # Map of tests/emulator/core/tma.cuh
 MAP_MAGIC = 0x70616D726F736E74
+MULTIPROCESSORS = 24  # few: blocks that stay get more than one piece of work
 ALIGNMENT = 16
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -61,6 +67,7 @@ class EmulatedDriver(FakeDriver):
         self.attributes |= {
             "COMPUTE_CAPABILITY_MAJOR": capability(architecture) // 10,
             "COMPUTE_CAPABILITY_MINOR": capability(architecture) % 10,
+            "MULTIPROCESSOR_COUNT": MULTIPROCESSORS,
             "MAX_SHARED_MEMORY_PER_BLOCK_OPTIN": block,
             "MAX_SHARED_MEMORY_PER_MULTIPROCESSOR": multiprocessor,
         }
@@ -83,12 +90,15 @@ class EmulatedDriver(FakeDriver):
     def _result(self, name: str, *arguments: Any) -> Any:
         if name == "cuTensorMapEncodeTiled":
             return self._map(*arguments)
+        if name == "cuOccupancyMaxActiveClusters":
+            return MULTIPROCESSORS // cluster_of(arguments[1])
         return super()._result(name, *arguments)
 
     def _map(
         self, dtype: Any, rank: int, base: int, sizes: Any, strides: Any, box: Any, steps: Any,
         interleave: Any, swizzle: Any, *_: Any,
     ) -> Any:  # fmt: skip
+        """A tensor map as the emulator reads it; the driver refuses what it would refuse."""
         sizes, strides, box = ([int(n) for n in given] for given in (sizes, strides, box))
         right = (
             rank in (2, 3)
@@ -142,7 +152,7 @@ def emulate(
     cluster: int = 1,
 ) -> str:
     """Runs a kernel; what went wrong, or nothing. `number`: of the launch, by which orders differ;
-    in odd ones copies arrive late."""
+    in odd ones what is asynchronous happens late."""
     run = library.emulate
     run.restype = ctypes.c_char_p
     sizes = (ctypes.c_uint * 3)(*grid)

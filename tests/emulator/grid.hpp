@@ -110,6 +110,7 @@ struct Block {
 struct Cluster {
   unsigned number;
   std::vector<Block> blocks;
+  std::vector<int> order;
   Meeting meeting;
 };
 
@@ -228,11 +229,11 @@ inline void carry_out_transfer(size_t i) {
   block = was;
 }
 
-// What this thread has on its way out of shared memory.
-inline void finish_stores() {
+// What a block has on its way out of its shared memory, of one of its threads or of all (-1).
+inline void finish_stores(const Block& b, int thread) {
   for (size_t i = 0; i < launch.transfers.size();) {
     const Transfer& t = launch.transfers[i];
-    if (!t.to && t.by == block && t.thread == block->current)
+    if (!t.to && t.by == &b && (thread < 0 || t.thread == thread))
       carry_out_transfer(i);
     else
       ++i;
@@ -244,7 +245,6 @@ inline void finish_stores() {
 inline void main_of_thread() {
   launch.entry(launch.params);
   arrive_copies(1 << 30);
-  finish_stores();
   Thread& me = self();
   if (!me.products.empty()) leave("ends with products that it has not waited for");
   me.done = true;
@@ -341,6 +341,7 @@ inline void start(unsigned number) {
     const unsigned at = number * launch.cluster_size + rank;
     b.index = {at % gridDim.x, at / gridDim.x % gridDim.y, at / gridDim.x / gridDim.y};
     b.rank = rank;
+    cluster.order.push_back(rank);
     b.area = free_area();
     b.cluster = &cluster;
     b.threads.resize(launch.threads);
@@ -356,6 +357,7 @@ inline void start(unsigned number) {
 
 inline void end(Block& b) {
   block = &b;
+  finish_stores(b, -1);
   for (const Transfer& t : launch.transfers)
     if (t.to == &b) leave("the block has ended, and bytes are on their way to it");
   if (launch.loaded == &b) load(nullptr);
@@ -397,7 +399,9 @@ inline void run_grid() {
     bool moved = false;
     for (size_t i = 0; i < resident.size();) {
       Cluster& cluster = *resident[i];
-      for (Block& b : cluster.blocks) {
+      std::shuffle(cluster.order.begin(), cluster.order.end(), launch.random);
+      for (int rank : cluster.order) {
+        Block& b = cluster.blocks[rank];
         if (!b.meeting.alive) continue;
         moved |= run_block(b);
         if (!b.meeting.alive) end(b);

@@ -113,10 +113,10 @@ inline const Map& read(const spec::TensorMap* map, uint32_t rank) {
 }
 inline uint32_t bytes_of(const Map& map) { return kLine * map.box[1] * map.box[2]; }
 
-// Visits a box's lines that are in the array: its number, where its first element lies (which may
-// be before the line of the array), and which bytes of it are inside.
+// Visits what of a box is inside of the array, in pieces that the swizzle leaves whole: where it
+// lies in the box, where in the array, and its bytes.
 template <class Visit>
-void each_line(const Map& map, int x, int y, int z, Visit&& visit) {
+void each_piece(const Map& map, int x, int y, int z, Visit&& visit) {
   const int64_t from = std::max<int64_t>(0, -int64_t(x)) * 2;
   const int64_t to = std::min<int64_t>(kLine, (int64_t(map.sizes[0]) - x) * 2);
   for (int64_t i = 0; i < map.box[2]; ++i)
@@ -124,9 +124,12 @@ void each_line(const Map& map, int x, int y, int z, Visit&& visit) {
       const int64_t row = y + j, plane = z + i;
       if (row < 0 || row >= int64_t(map.sizes[1]) || plane < 0 || plane >= int64_t(map.sizes[2]))
         continue;
-      uint8_t* const line =
-          map.base + row * map.strides[0] + plane * map.strides[1] + 2 * int64_t(x);
-      for (int64_t byte = from; byte < to; byte += 2) visit(i * map.box[1] + j, line, byte);
+      uint8_t* const line = map.base + row * map.strides[0] + plane * map.strides[1];
+      for (int64_t at = from; at < to;) {
+        const int64_t end = std::min(to, (at | 15) + 1);
+        visit((i * map.box[1] + j) * kLine + at, line + 2 * int64_t(x) + at, end - at);
+        at = end;
+      }
     }
 }
 // The 128-byte swizzle.
@@ -136,8 +139,8 @@ inline void load_box(uint32_t shared, const Map& map, uint32_t barrier, int x, i
   deliver(place_of(shared, bytes_of(map), 128), bytes_of(map), barrier, [=](const Place& to) {
     uint8_t* const memory = to.bytes() - to.offset;
     std::memset(to.bytes(), 0, bytes_of(map));
-    each_line(map, x, y, z, [&](int number, const uint8_t* line, int byte) {
-      std::memcpy(memory + swizzled(to.offset + number * kLine + byte), line + byte, 2);
+    each_piece(map, x, y, z, [&](uint32_t place, const uint8_t* from, size_t bytes) {
+      std::memcpy(memory + swizzled(to.offset + place), from, bytes);
     });
   });
 }
@@ -173,12 +176,14 @@ inline void tensor_store(const spec::TensorMap* to, uint32_t shared, int x, int 
   if (x < 0 || y < 0 || z < 0) emulated::leave("a box that begins before the array");
   emulated::hand_over(nullptr, [=] {
     const uint8_t* const memory = from.bytes() - from.offset;
-    each_line(map, x, y, z, [&](int number, uint8_t* line, int byte) {
-      std::memcpy(line + byte, memory + swizzled(from.offset + number * kLine + byte), 2);
+    each_piece(map, x, y, z, [&](uint32_t place, uint8_t* to, size_t bytes) {
+      std::memcpy(to, memory + swizzled(from.offset + place), bytes);
     });
   });
 }
-inline void tensor_store_wait() { emulated::finish_stores(); }
+inline void tensor_store_wait() {
+  emulated::finish_stores(*emulated::block, emulated::block->current);
+}
 
 inline void acquire_map(const spec::TensorMap*) {}
 inline void prefetch_map(const spec::TensorMap*) {}
