@@ -25,6 +25,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="run tests/gpu on the host, with kernels as they are for sm_80, ...: see "
         "tests/emulated_driver.py",
     )  # fmt: skip
+    parser.addoption(
+        "--multiprocessors", type=int, default=24, metavar="COUNT",
+        help="with --emulate: of the GPU; where they are few, blocks that stay have more to do",
+    )  # fmt: skip
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -53,7 +53,6 @@ SHARED = {
 }
 MAP = struct.Struct("<QQ3Q2Q3II")  # Map of tests/emulator/core/tma.cuh
 MAP_MAGIC = 0x70616D726F736E74
-MULTIPROCESSORS = 24  # few: blocks that stay get more than one piece of work
 ALIGNMENT = 16
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -61,13 +60,13 @@ _libc = ctypes.CDLL(None, use_errno=True)
 class EmulatedDriver(FakeDriver):
     """See the module. `architecture`: a key of SHARED."""
 
-    def __init__(self, architecture: str) -> None:
+    def __init__(self, architecture: str, multiprocessors: int) -> None:
         super().__init__()
         block, multiprocessor = SHARED[architecture]
         self.attributes |= {
             "COMPUTE_CAPABILITY_MAJOR": capability(architecture) // 10,
             "COMPUTE_CAPABILITY_MINOR": capability(architecture) % 10,
-            "MULTIPROCESSOR_COUNT": MULTIPROCESSORS,
+            "MULTIPROCESSOR_COUNT": multiprocessors,
             "MAX_SHARED_MEMORY_PER_BLOCK_OPTIN": block,
             "MAX_SHARED_MEMORY_PER_MULTIPROCESSOR": multiprocessor,
         }
@@ -91,7 +90,7 @@ class EmulatedDriver(FakeDriver):
         if name == "cuTensorMapEncodeTiled":
             return self._map(*arguments)
         if name == "cuOccupancyMaxActiveClusters":
-            return MULTIPROCESSORS // cluster_of(arguments[1])
+            return self.attributes["MULTIPROCESSOR_COUNT"] // cluster_of(arguments[1])
         return super()._result(name, *arguments)
 
     def _map(

@@ -95,7 +95,7 @@ def _emulation(request: pytest.FixtureRequest) -> Iterator[None]:
         cxx(), cuda_includes()
     except pytest.skip.Exception as missing:
         pytest.exit(f"--emulate: {missing}", returncode=3)
-    driver = EmulatedDriver(architecture)
+    driver = EmulatedDriver(architecture, request.config.getoption("--multiprocessors"))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(api, "bindings", lambda: driver)
         yield

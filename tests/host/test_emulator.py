@@ -105,7 +105,7 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
 
 def run(library: ctypes.CDLL, kernel: str, number: int) -> tuple[str, bool]:
     """What is said of a launch, and whether all of y is right."""
-    driver = EmulatedDriver("80")
+    driver = EmulatedDriver("80", multiprocessors=1)
     x, y = (driver._memory(4 * THREADS).view(np.float32) for _ in range(2))
     x[:], y[:] = np.arange(THREADS), np.nan
     params = Params(address(x), address(y), THREADS)

@@ -271,7 +271,7 @@ class Machine:
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self.library = library
-        self.driver = EmulatedDriver("90a")
+        self.driver = EmulatedDriver("90a", multiprocessors=1)
 
     def array(self, values: NDArray[np.generic]) -> NDArray[np.generic]:
         memory = self.driver._memory(values.nbytes).view(values.dtype).reshape(values.shape)
