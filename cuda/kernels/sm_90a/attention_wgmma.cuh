@@ -471,13 +471,16 @@ struct Wgmma {
       scale_output();
       pack();
     }
-    // A tile of which this warpgroup sees nothing: it passes through the rings and the turns.
+    // A tile of which this warpgroup sees nothing: it passes through the rings and the turns. A
+    // slot goes when all lanes have seen it full: later ones would wait for the next but one.
     __device__ __forceinline__ void skip() {
       wait_k();
+      __syncwarp();
       done_k();
       begin_turn();
       end_turn();
       wait_v();
+      __syncwarp();
       done_v();
     }
 
