@@ -21,7 +21,8 @@ from pyruntime.errors import DriverNotFoundError
 from pyruntime.measure.series import REGIMES, Regime
 from pyruntime.model.decoder import Decoder
 
-TIMED = ("test_banks", "test_clock", "test_measure")  # what a host says nothing about
+# What a host says nothing about, and what starts processes, for which there is no emulation.
+NOT_EMULATED = ("test_banks", "test_batch", "test_clock", "test_eval", "test_measure")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -29,8 +30,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if "/gpu/" not in item.nodeid:
             continue
         item.add_marker(pytest.mark.gpu)
-        if config.getoption("--emulate") and item.path.stem in TIMED:
-            item.add_marker(pytest.mark.skip("times a GPU"))
+        if config.getoption("--emulate") and item.path.stem in NOT_EMULATED:
+            item.add_marker(pytest.mark.skip("not emulated"))
 
 
 @pytest.fixture(autouse=True)
