@@ -72,25 +72,38 @@ inline float half_of(uint32_t word, int i) {
   return __half2float(bits_as<__half>(uint16_t(word >> 16 * i)));
 }
 
-struct FloatOperands {
+// What a lane brings to an m16n8 product: a of a row, then of that 8 further down, and the same of
+// the second half of k; b of a column, of either half.
+struct Operands {
   uint32_t a[4], b[2];
 };
-inline void mma_16816(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
-  const FloatOperands mine{{a[0], a[1], a[2], a[3]}, {b0, b1}};
+// For each of a lane's four results `sum[i] = add(sum[i], a, b)` with all words of its row and column.
+template <class Sum, class Add>
+void multiply(Sum (&sum)[4], const Operands& mine, Add add) {
   const auto all = emulated::exchange(&mine, sizeof(mine));
   const int lane = threadIdx.x % 32;
   for (int i = 0; i < 4; ++i) {
     const int row = lane / 4, high = i / 2, column = 2 * (lane % 4) + i % 2;
-    double sum = 0;
     for (int quad = 0; quad < 4; ++quad) {
-      const auto left = emulated::from_lane<FloatOperands>(all, 4 * row + quad);
-      const auto right = emulated::from_lane<FloatOperands>(all, 4 * column + quad);
-      for (int part = 0; part < 2; ++part)
-        for (int j = 0; j < 2; ++j)
-          sum += double(half_of(left.a[2 * part + high], j)) * half_of(right.b[part], j);
+      const auto left = emulated::from_lane<Operands>(all, 4 * row + quad);
+      const auto right = emulated::from_lane<Operands>(all, 4 * column + quad);
+      for (int half = 0; half < 2; ++half)
+        sum[i] = add(sum[i], left.a[2 * half + high], right.b[half]);
     }
-    c[i] = float(c[i] + sum);
   }
+}
+// The same of floats, in double until the end.
+template <class Add>
+void multiply_floats(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1, Add add) {
+  double sum[4] = {};
+  multiply(sum, {{a[0], a[1], a[2], a[3]}, {b0, b1}}, add);
+  for (int i = 0; i < 4; ++i) c[i] = float(c[i] + sum[i]);
+}
+inline void mma_16816(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+  multiply_floats(c, a, b0, b1, [](double sum, uint32_t x, uint32_t y) {
+    for (int j = 0; j < 2; ++j) sum += double(half_of(x, j)) * half_of(y, j);
+    return sum;
+  });
 }
 
 template <int N>
