@@ -97,6 +97,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--types", nargs="+", default=["Q4_K", "Q6_K"])
     parser.add_argument("--save", type=Path)
+    parser.add_argument("--commit", help="recorded instead of asking git")
     args = parser.parse_args()
     bench, cases = Bench(), {}
     for type_name in args.types:
@@ -117,7 +118,7 @@ def main() -> int:
                         flush=True,
                     )
     if args.save:
-        record = identity(bench.device, bench.launches, None) | {"cases": cases}
+        record = identity(bench.device, bench.launches, args.commit) | {"cases": cases}
         save_record(args.save, "gemv-int8", record)
     return 0
 

@@ -111,7 +111,9 @@ def generation(engine: Engine, rounds: int) -> dict[str, Any]:
     }
 
 
-def measure(path: Path, arms: Sequence[str], lengths: Sequence[int], rounds: int) -> dict[str, Any]:
+def measure(
+    path: Path, arms: Sequence[str], lengths: Sequence[int], rounds: int, commit: str | None
+) -> dict[str, Any]:
     """What each arm does, and the bytes that it holds."""
     found: dict[str, Any] = {arm: {} for arm in arms}
     again: dict[str, Any] = {}
@@ -143,7 +145,7 @@ def measure(path: Path, arms: Sequence[str], lengths: Sequence[int], rounds: int
                 "max_tokens": engine.max_tokens,
             }
         last = gpu_model(engines[arms[0]])
-        about = identity(last.device, last.recorded(min(rows, last.max_tokens)), None)
+        about = identity(last.device, last.recorded(min(rows, last.max_tokens)), commit)
     return {**about, "file_bytes": path.stat().st_size, "arms": found, AGAIN: again}
 
 
@@ -217,6 +219,7 @@ def main() -> int:
     parser.add_argument("--llama-bench", type=Path, metavar="PATH", help="llama.cpp's llama-bench")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--save", type=Path)
+    parser.add_argument("--commit", help="recorded instead of asking git")
     args = parser.parse_args()
     from pyruntime.tools.synth import main as synth
 
@@ -226,7 +229,7 @@ def main() -> int:
             stdout, sys.stdout = sys.stdout, sys.stderr
             synth([MODEL, str(path)])
             sys.stdout = stdout
-        record = measure(path, args.arms, args.nt, args.rounds)
+        record = measure(path, args.arms, args.nt, args.rounds, args.commit)
         made_up = args.model is None
         record["llama_cpp"] = peer = llama_cpp(args.llama_bench, path, args.nt, made_up)
     for found in record["arms"].values() if "tok_per_s" in peer else ():
