@@ -10,8 +10,11 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
+from functools import partial
+from pathlib import Path
 from typing import Any
 
+import pyruntime
 from pyruntime.batch.parts import Part
 from pyruntime.batch.worker import Done, Job, Worker
 from pyruntime.errors import BatchError, ToolError, reason
@@ -19,6 +22,7 @@ from pyruntime.errors import BatchError, ToolError, reason
 log = logging.getLogger("pyruntime")
 
 GOES_ON = "what is written stays, and the same run goes on from there"
+HERE = str(Path(pyruntime.__file__).parents[1])  # the folder of the package that runs
 ANSWER_SECONDS = 10  # for a cluster to accept a connection
 STORE_BYTES = 128 << 20  # for objects: they are only parts' names and counts
 
@@ -154,14 +158,15 @@ def run_parts(job: Job, parts: Sequence[Part], *, workers: int, on_gpu: bool) ->
     Raises BatchError: a part has failed.
     """
     import ray
+    import ray.cloudpickle
 
     context = ray.data.DataContext.get_current()
     with _quiet(context):
         data = ray.data.from_items(
             [asdict(part) for part in parts], override_num_blocks=len(parts)
         ).map(
-            Worker,
-            fn_constructor_args=(job,),
+            _actor(),
+            fn_constructor_args=(HERE, ray.cloudpickle.dumps(partial(Worker, job))),
             compute=ray.data.ActorPoolStrategy(size=workers),
             num_cpus=1,
             num_gpus=1 if on_gpu else 0,
@@ -176,6 +181,32 @@ def run_parts(job: Job, parts: Sequence[Part], *, workers: int, on_gpu: bool) ->
         except ray.exceptions.RayError as error:
             text = str(error).strip().splitlines()[-1]  # before it there are tracebacks
             raise BatchError(f"{text} ({GOES_ON})") from error
+
+
+def _actor() -> type:
+    """What makes a worker in a process of Ray, and hands it the rows.
+
+    Ray has its processes look into this program's current folder for modules, before all others:
+    in a clone of this project these would be sources that no kernels were built for. So this class
+    is local, which is pickled whole, and imports the package that runs here before anything of it
+    is unpickled. On a machine that has no such folder it is the one that is installed there.
+    """
+
+    class Actor:
+        def __init__(self, folder: str, worker: bytes) -> None:
+            import pickle
+            import sys
+
+            sys.path.insert(0, folder)
+            import pyruntime  # noqa: F401
+
+            sys.path.remove(folder)
+            self._worker = pickle.loads(worker)()
+
+        def __call__(self, row: dict[str, Any]) -> Any:
+            return self._worker(row)
+
+    return Actor
 
 
 @contextmanager

@@ -87,10 +87,17 @@ def test_a_worker_that_is_killed_loses_and_doubles_nothing(
 def test_a_driver_that_is_killed_is_continued(
     source: Path, tmp_path: Path, undisturbed: dict[str, bytes]
 ) -> None:
-    """It had a Ray of its own, whose workers end by themselves."""
+    """It had a Ray of its own, whose workers end by themselves.
+
+    The current folder has another `pyruntime`, as a clone has: it is not the one to run.
+    """
     out = tmp_path / "out"
+    sources = tmp_path / "clone"
+    (sources / "pyruntime").mkdir(parents=True)
+    (sources / "pyruntime/__init__.py").write_text("raise ImportError('not built')\n")
     command = [*COMMAND, str(source), str(out), "--device", "cpu", "--part-rows", str(PART_ROWS)]
-    with subprocess.Popen([*command, "--workers", "1"], start_new_session=True) as driver:
+    command += ["--workers", "1"]
+    with subprocess.Popen(command, cwd=sources, start_new_session=True) as driver:
         until(lambda: driver.poll() is not None or any(out.glob("part-*")))
         workers = [pid for pid in descendants(driver.pid) if "MapWorker" in title(pid)]
         driver.kill()
