@@ -86,6 +86,12 @@ class Int8Layers(Layers):
     options: Int8Options = Int8Options()
     memo: PlaneMemo = field(default_factory=PlaneMemo)
 
+    def __post_init__(self) -> None:
+        """Products copy the scales of two rows at once: what is beside the last one is zeros."""
+        for name, array in self.activations.items():
+            if name.endswith("_scales"):
+                array.fill(0)
+
     def enter(self, p: Program, rows: Working) -> None:
         """See `Layers.enter`."""
         self.memo.forget()
