@@ -250,8 +250,7 @@ struct Wgmma {
           }
         }
       }
-      __syncwarp();
-      if (lane == 0) ptx::barrier_arrive(at(&s.empty_q[stage]));
+      ptx::barrier_arrive(at(&s.empty_q[stage]));
     }
   }
 
@@ -643,9 +642,8 @@ struct Wgmma {
         if constexpr (kSplits)
           if (!empty && part.parts > 1) writes = merge(part);
         if (writes) stage_output(stage);
-        __syncwarp();
         if (warp == 0 && lane == 0) s.writes[stage][wg] = writes;
-        if (lane == 0) ptx::barrier_arrive(at(&s.staged[stage][wg]));
+        ptx::barrier_arrive(at(&s.staged[stage][wg]));
         last = next(stage);
       }
       if (WGS > 1 && wg == 0) ptx::named_barrier<256>(1);  // the turn that the last one passed on
@@ -662,10 +660,11 @@ struct Wgmma {
     if (threadIdx.x == 0) {
       producer.start();
     } else if (threadIdx.x == 32) {
+      // Every thread that has read a part arrives: its own reads come before what is written next.
       for (int i = 0; i < QStages; ++i) {
         ptx::barrier_init(at(&s.full_q[i]), 1);
-        ptx::barrier_init(at(&s.empty_q[i]), WGS);
-        for (int w = 0; w < WGS; ++w) ptx::barrier_init(at(&s.staged[i][w]), 4);
+        ptx::barrier_init(at(&s.empty_q[i]), 32 * WGS);
+        for (int w = 0; w < WGS; ++w) ptx::barrier_init(at(&s.staged[i][w]), 128);
       }
       for (int i = 0; i < Stages; ++i) {
         ptx::barrier_init(at(&s.full_k[i]), 1);
