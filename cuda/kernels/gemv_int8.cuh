@@ -159,7 +159,10 @@ struct GemvInt8 {
     }
   }
 
-  static __device__ __forceinline__ int min_of(int t, int last) { return t < last ? t : last; }
+  // A single token's does not wait for the count: it is there even if it is not live.
+  static __device__ __forceinline__ int min_of(int t, int last) {
+    return Tokens == 1 || t < last ? t : last;
+  }
 
   // Sums over the lanes of a row, `Offset` and fewer apart. While a lane has more than one sum it
   // gives away those of one half of them and keeps the other half. `first` becomes the number of
@@ -212,9 +215,9 @@ struct GemvInt8 {
     // Keeps the compiler from asking for the count first, and from waiting for it before the
     // weights are asked for.
     __syncwarp();
-    const int live = min_of(*static_cast<const volatile int32_t*>(p.rows), Tokens);
+    const int count = *static_cast<const volatile int32_t*>(p.rows), live = min(count, Tokens);
     ptx::dependency_wait();
-    if (live < 1) return;
+    if (Tokens > 1 && live < 1) return;
 
     Sums sums = {};
     while (u < units) {
