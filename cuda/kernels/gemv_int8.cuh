@@ -45,12 +45,12 @@
   P(int32_t, site)                                                                        \
   P(float, scale)
 
-#define GEMV_INT8_PLANES(P, A) P(16, float, partial, [kThreads / 32][Tokens][kTile])
+#define GEMV_INT8_PLANES(P, A) P(16, float, partial, [kWarps][Tokens][kTile])
 
-template <class Block, int Tokens, int Threads, int RowLanes, int Rows, int Blocks>
+template <class Block, int Tokens, int Warps, int RowLanes, int Rows, int Blocks>
 struct GemvInt8 {
   using Unit = gemv::Unit<Block, Rows>;
-  static constexpr int kThreads = Threads, kMinBlocks = Blocks, kWarps = Threads / 32;
+  static constexpr int kThreads = 32 * Warps, kMinBlocks = Blocks, kWarps = Warps;
   static constexpr int kTile = RowLanes * Rows, kLanes = 32 / RowLanes;
   static constexpr bool kWaitsItself = true;
   static_assert(quant::kPlaneRows % kTile == 0, "tiles are whole");

@@ -11,6 +11,11 @@ from pyruntime.ops.quantize import Plane
 
 MOST_ROWS = 8
 
+# Where blocks of few warps are faster, on an H200: there are tiles enough to fill it, and rows are
+# long enough for each lane to have a second unit, but no more than some.
+MANY_TILES = 6.5  # for each multiprocessor
+UNITS_OF_FEW = range(65, 513)
+
 
 def gemv_int8(
     program: Program,
@@ -50,7 +55,7 @@ def gemv_int8(
         CubinError: there is no kernel for the type.
     """
     if kernel is None:
-        kernel = _kernel(library, type_name.lower(), max_rows)
+        kernel = _kernel(library, type_name.lower(), max_rows, w.shape[0], plane.q.shape[1])
     tile, n, k = kernel.spec.tile, w.shape[0], plane.q.shape[1]
     shared = arguments(
         "gemv_int8", kernel, plane=plane, w=w, type_name=type_name, c=c, rows=rows,
@@ -66,10 +71,14 @@ def gemv_int8(
 
 
 @kept
-def _kernel(library: Library, type_name: str, max_rows: int) -> Kernel:
-    """The row for the fewest tokens that are enough."""
-    rows = [k for k in library.family("gemv") if k.spec.tile["type"] == type_name]
-    enough = [k for k in rows if int(k.spec.tile["tokens"]) >= max_rows]
+def _kernel(library: Library, type_name: str, max_rows: int, n: int, k: int) -> Kernel:
+    """The row for the fewest tokens that are enough, in blocks of fewer warps where those pay."""
+    rows = [kernel for kernel in library.family("gemv") if kernel.spec.tile["type"] == type_name]
+    enough = [int(t) for kernel in rows if int(t := kernel.spec.tile["tokens"]) >= max_rows]
     if not enough:
         raise CubinError(f"no gemv_int8 kernel for type {type_name} and {max_rows} rows")
-    return min(enough, key=lambda k: int(k.spec.tile["tokens"]))
+    rows = [kernel for kernel in rows if kernel.spec.tile["tokens"] == min(enough)]
+    tile = rows[0].spec.tile
+    tiles, units = n // int(tile["rows"]), k // int(tile["block"]) * int(tile["units"])
+    pay = tiles >= MANY_TILES * library.device.sm_count and units in UNITS_OF_FEW
+    return (min if pay else max)(rows, key=lambda kernel: kernel.spec.threads)
