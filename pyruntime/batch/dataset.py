@@ -77,8 +77,8 @@ def run(
     Args:
         model: see `Engine.load`; a path, or what it fetches, is the same on all nodes.
         source: a .jsonl or .parquet file, or a folder of files of one of these formats.
-        out: a folder, which is made; beside `_manifest.json` it holds `part-000000` and so on, in
-            the format of the input. On a cluster all nodes share both.
+        out: a folder, which is made; beside `_manifest.json` and `_devices.json` it holds
+            `part-000000` and so on, in the format of the input. On a cluster all nodes share both.
         task: what is done, and the columns that it reads.
         device: "auto" (GPUs where there are any), "cpu" or "cuda". CUDA_VISIBLE_DEVICES says which.
         workers: default: one per GPU, or per CPU core, whose BLAS has one thread.
@@ -143,6 +143,7 @@ def run(
             there = min(gpus, cpus) if shared else gpus  # Ray wants a core for each, too
         used = min(len(left), _workers(workers, there, fixed=shared or on_gpu))
         found: list[Done] = []
+        devices = folder.devices()
         if left:
             if not shared:
                 stack.enter_context(cluster.connected(None, cpus=used, gpus=gpus))
@@ -154,9 +155,11 @@ def run(
             )  # fmt: skip
             for done in cluster.run_parts(job, left, workers=used, on_gpu=on_gpu):
                 found.append(done)
+                if done.device not in devices:
+                    devices = sorted([*devices, done.device])
+                    folder.note(devices)
                 if progress is not None:
                     progress(done)
-        devices = sorted({done.device for done in found})
         if len(devices) > 1:
             log.warning("values are of several devices: %s", "; ".join(devices))
         if missing := [p.index for p in given.parts if not folder.part(p.index).exists()]:
@@ -168,7 +171,7 @@ def run(
         parts=len(given.parts),
         resumed=len(before),
         workers=used,
-        device="; ".join(devices),
+        device="; ".join(sorted({done.device for done in found})),
         tokens=sum(done.tokens for done in found),
         seconds=time.perf_counter() - started,
     )

@@ -16,6 +16,7 @@ from pyruntime.schema import read_json
 
 MANIFEST = "_manifest.json"  # readers of folders pass over names that begin so
 SCHEMA = "pyruntime.batch/1"
+DEVICES, DEVICES_SCHEMA = "_devices.json", "pyruntime.batch-devices/1"
 
 
 class Folder:
@@ -70,9 +71,20 @@ class Folder:
                 )
         elif others:
             raise InputError(f"{self.path}: not empty, and without a {MANIFEST} of ours")
-        unfinished = self.path / f".{MANIFEST}.unfinished"
-        unfinished.write_text(json.dumps({"schema": SCHEMA, **manifest}, indent=1) + "\n")
-        publish(unfinished, path)
+        self._write(MANIFEST, {"schema": SCHEMA, **manifest})
+
+    def devices(self) -> list[str]:
+        """What has written parts here, in this run or one that it continues (`note`)."""
+        path = self.path / DEVICES
+        return list(read_json(path, DEVICES_SCHEMA)["devices"]) if path.exists() else []
+
+    def note(self, devices: list[str]) -> None:
+        self._write(DEVICES, {"schema": DEVICES_SCHEMA, "devices": devices})
+
+    def _write(self, name: str, content: dict[str, Any]) -> None:
+        unfinished = self.path / f".{name}.unfinished"
+        unfinished.write_text(json.dumps(content, indent=1) + "\n")
+        publish(unfinished, self.path / name)
 
     @contextmanager
     def attempt(self, name: str, *, deaths: int) -> Iterator[Path]:

@@ -124,3 +124,25 @@ def test_other_gpus_and_other_weights_are_told(
     report = scored(source, tmp_path / "out", device="cuda")
     assert report.device == "H200; H200, weights int8"
     assert "values are of several devices: H200; H200, weights int8" in caplog.text
+
+
+def test_a_run_that_goes_on_elsewhere_is_told(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def run_parts(job: Job, given: list[parts.Part], **options: Any) -> Iterator[Done]:
+        rows = "{}\n" * given[0].rows
+        (job.out / f"part-{given[0].index:06}.jsonl").write_text(rows)
+        yield Done(given[0].index, 1, device="H100")
+        raise BatchError("killed")
+
+    def finish(job: Job, given: list[parts.Part], **options: Any) -> Iterator[Done]:
+        for part in given:
+            (job.out / f"part-{part.index:06}.jsonl").touch()
+            yield Done(part.index, 1, device="H200")
+
+    monkeypatch.setattr(cluster, "run_parts", run_parts)
+    with pytest.raises(BatchError, match="killed"):
+        scored(source, tmp_path / "out", device="cuda")
+    monkeypatch.setattr(cluster, "run_parts", finish)
+    assert scored(source, tmp_path / "out", device="cuda").device == "H200"
+    assert "values are of several devices: H100; H200" in caplog.text
