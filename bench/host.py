@@ -122,7 +122,7 @@ class Timed:
 @contextmanager
 def timed_driver() -> Iterator[Timed]:
     timed = Timed(api.bindings())
-    with patch.object(api, "bindings", lambda: timed):
+    with patch.object(api, "_driver", timed):
         yield timed
 
 

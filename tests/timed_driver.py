@@ -72,5 +72,5 @@ def install(
 ) -> TimedDriver:
     """Replaces the driver for a test."""
     driver = TimedDriver(kernel_ms)
-    monkeypatch.setattr(api, "bindings", lambda: driver)
+    monkeypatch.setattr(api, "_driver", driver)
     return driver

@@ -6,7 +6,6 @@ The package's own cuda-bindings wheel loads libcuda on the first call and raises
 
 from __future__ import annotations
 
-import functools
 import os
 from typing import Any
 
@@ -27,13 +26,13 @@ def bindings() -> Any:
         DriverNotFoundError: no driver library, or it refuses to initialise.
         EngineError: the driver was initialised before this process was forked.
     """
+    return _driver or _initialised()
+
+
+def _initialised() -> Any:
+    global _driver
     if _forked:
         raise EngineError("the CUDA driver does not work in a forked child: use a new process")
-    return _initialised()
-
-
-@functools.cache
-def _initialised() -> Any:
     from cuda.bindings import driver
 
     try:
@@ -42,15 +41,17 @@ def _initialised() -> Any:
         raise DriverNotFoundError("no CUDA driver: the library libcuda was not found") from error
     if int(status):
         raise DriverNotFoundError(f"no usable CUDA driver: cuInit returned {_name(status)}")
+    _driver = driver
     return driver
 
 
-_forked = False  # whether this process is a child of one that had initialised the driver
+_driver: Any = None  # the module, once it is initialised
+_forked = False  # whether this process is a child of one that had initialised it
 
 
 def _note_fork() -> None:
-    global _forked
-    _forked = _initialised.cache_info().currsize > 0
+    global _driver, _forked
+    _driver, _forked = None, _forked or _driver is not None
 
 
 if hasattr(os, "register_at_fork"):  # where processes fork; asking for an id is a system call
@@ -67,7 +68,7 @@ def call(name: str, *args: Any, what: str = "") -> Any:
         OutOfMemoryError: CUDA_ERROR_OUT_OF_MEMORY.
         CudaError: any other failure; the text names call, code and `what`.
     """
-    answer = getattr(bindings(), name)(*args)
+    answer = getattr(_driver or _initialised(), name)(*args)
     if answer[0]:
         raise failure(name, answer[0], what)
     if len(answer) == 1:

@@ -98,7 +98,7 @@ def _emulation(request: pytest.FixtureRequest) -> Iterator[None]:
         pytest.exit(f"--emulate: {missing}", returncode=3)
     driver = EmulatedDriver(architecture, request.config.getoption("--multiprocessors"))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(api, "bindings", lambda: driver)
+        patch.setattr(api, "_driver", driver)
         yield
         gc.collect()  # what is dropped goes back to it
     assert driver.misuse == []

@@ -20,7 +20,7 @@ from pyruntime.driver import api
 def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeDriver]:
     """A fake driver in CUDA's place, which nobody misuses."""
     fake = FakeDriver()
-    monkeypatch.setattr(api, "bindings", lambda: fake)
+    monkeypatch.setattr(api, "_driver", fake)
     yield fake
     # What the test has dropped goes back to this driver, not to that of a later test.
     fake.hook = lambda name, arguments: None

@@ -329,7 +329,7 @@ from pyruntime.driver.device import Device
 from pyruntime.driver.memory import DeviceArray
 
 fake = FakeDriver()
-api.bindings = lambda: fake
+api._driver = fake
 array = DeviceArray(Device(0), (4,), "f4")
 consumer, idle = Consumer(array.__dlpack__()), array.__dlpack__()
 at_exit = ctypes.CDLL(None)["__cxa_atexit"]

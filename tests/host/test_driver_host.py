@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
-import functools
 import gc
 import os
 import struct
@@ -93,7 +92,7 @@ def test_a_program_counts_the_launches_of_each_run(monkeypatch: pytest.MonkeyPat
     driver = SimpleNamespace(
         cuLaunchKernelEx=launch, CUlaunchConfig=SimpleNamespace, CUlaunchAttributeID=None
     )
-    monkeypatch.setattr(api, "bindings", lambda: driver)
+    monkeypatch.setattr(api, "_driver", driver)
     kernels = [Kernel(SPEC, object(), 32) for _ in range(2)]
     program = Program()
     for kernel in (kernels[0], kernels[1], kernels[0]):
@@ -137,7 +136,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Launched:
             calls.append((function, int(config.hStream), arguments, attributes))
             return (0,)
 
-    monkeypatch.setattr(api, "bindings", Driver)
+    monkeypatch.setattr(api, "_driver", Driver())
     return calls
 
 
@@ -357,8 +356,9 @@ def test_a_child_has_no_driver_that_its_parent_had(
     monkeypatch: pytest.MonkeyPatch, before: bool
 ) -> None:
     """One that was forked before the driver was initialised has its own."""
-    driver = object()
-    monkeypatch.setattr(api, "_initialised", functools.cache(lambda: driver))
+    driver = SimpleNamespace(cuInit=lambda flags: (0,))
+    monkeypatch.setattr("cuda.bindings.driver", driver)
+    monkeypatch.setattr(api, "_driver", None)
     if before:
         api.bindings()
     child = os.fork()

@@ -310,7 +310,7 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
 @pytest.fixture
 def machine(library: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> Machine:
     made = Machine(library)
-    monkeypatch.setattr(api, "bindings", lambda: made.driver)
+    monkeypatch.setattr(api, "_driver", made.driver)
     monkeypatch.setattr(api, "call", lambda name, *given, what: made.driver._result(name, *given))
     return made
 

@@ -351,7 +351,7 @@ def test_grids_and_boxes_of_rows_with_tma(
 ) -> None:
     library: Any = SimpleNamespace(device=DEVICES["H200"])
     driver = Driver()
-    monkeypatch.setattr(api, "bindings", lambda: driver)
+    monkeypatch.setattr(api, "_driver", driver)
     n, k = 1008, 72
     rows_of_gemm = (x for x in hopper if x.spec.tile["epilogue"] in OUTPUTS)  # others: test_qkv.py
     for kernel in (x for x in rows_of_gemm if x.spec.tile["engine"] != "mma"):
@@ -385,7 +385,7 @@ def test_launches_that_share_units(
 ) -> None:
     """All clusters that there is work for; what says so is in the parameters."""
     library: Any = SimpleNamespace(device=DEVICES["H200"], answers={})
-    monkeypatch.setattr(api, "bindings", Driver)
+    monkeypatch.setattr(api, "_driver", Driver())
     n, k, found = 1008, 1024, set()
     shared_rows = [x for x in hopper if x.spec.tile["engine"] == "wgmma"]
     for kernel in shared_rows:
@@ -431,7 +431,7 @@ def test_without_a_workspace_units_are_whole(
     hopper: list[Kernel], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whatever would be faster: the row that is chosen, and how it is launched."""
-    monkeypatch.setattr(api, "bindings", Driver)
+    monkeypatch.setattr(api, "_driver", Driver())
     device = DEVICES["H200"]
     for stream_k in (False, True):
         library: Any = SimpleNamespace(device=device, family=lambda name: hopper, answers={})

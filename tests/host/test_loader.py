@@ -43,7 +43,7 @@ class LateDriver(FakeDriver):
 @pytest.fixture
 def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[LateDriver]:
     fake = LateDriver()
-    monkeypatch.setattr(api, "bindings", lambda: fake)
+    monkeypatch.setattr(api, "_driver", fake)
     yield fake
     assert fake.misuse == [] and fake.held() == {} and not fake.late
 
