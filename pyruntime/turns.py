@@ -86,7 +86,8 @@ class Turns:
         self.deadline = NEVER
         self._forks = _forks
         self._lock = threading.RLock()  # of the thread whose turn it is
-        self._wake = threading.Condition(self._lock).notify  # refused to all but the lock's thread
+        is_owned = self._lock._is_owned  # type: ignore[attr-defined]  # as Condition asks it
+        self._mine: Callable[[], bool] = is_owned
         self._end: Callable[..., None] = self._lock.__exit__
         self._endless = _Turn(self, NEVER)  # it holds nothing of a turn: all threads may share it
         # A locked gate for each thread that waits. The first one waits for `_lock`, the others wait
@@ -115,11 +116,8 @@ class Turns:
         """
         if self._forks != _forks:
             self.check_process()
-        try:
-            self._wake(0)  # nobody: nobody waits there
-            return self._lock  # it is this thread's, which may get it again
-        except RuntimeError:
-            pass  # it is not
+        if self._mine():
+            return self._lock  # which its thread may get again
         if timeout is None or timeout is NEVER:
             return self._endless
         return _Turn(self, Deadline.of(timeout))
