@@ -22,14 +22,17 @@ class Spare:
     Nothing waits: so work may be under way on it only where all that the next array is used for
     comes after that.
 
+    Args:
+        lock: the device's.
+
     Attributes:
         most: bytes that are kept at most, 0 at first. nbytes: those that are kept now.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, lock: threading.RLock) -> None:
         self.most = self.nbytes = 0
         self._kept: list[tuple[int, int]] = []  # address and bytes
-        self._lock = threading.RLock()  # a finalizer may come in the middle
+        self._lock = lock
 
     def put(self, address: int, nbytes: int) -> bool:
         """Keeps memory that `allocate` gave, if there is room; whether there is."""
@@ -47,7 +50,7 @@ class Spare:
         """
         with self._lock:
             for place, (address, size) in enumerate(self._kept):
-                if nbytes in (None, size):
+                if nbytes is None or nbytes == size:
                     del self._kept[place]
                     self.nbytes -= size
                     return address, size

@@ -36,6 +36,7 @@ class Device:
     Attributes:
         allocated: bytes that arrays of this object hold now. peak: the most that they ever held.
         spare: memory of arrays that are gone, which `close` frees.
+        lock: around all that threads change of the device's bookkeeping, that of arrays included.
 
     Raises:
         DriverNotFoundError: no driver, or no such device.
@@ -50,10 +51,10 @@ class Device:
         self.ordinal = ordinal
         self.handle = api.call("cuDeviceGet", ordinal)
         self.allocated = self.peak = 0
-        self.spare = Spare()
+        self.lock = threading.RLock()  # a finalizer may come in the middle
+        self.spare = Spare(self.lock)
         self._holders = 1
         self._closed = False
-        self._lock = threading.RLock()  # a finalizer may come in the middle
         self._context = api.call(
             "cuDevicePrimaryCtxRetain", self.handle, what=f"device cuda:{ordinal}"
         )
@@ -79,21 +80,21 @@ class Device:
 
     def hold(self) -> None:
         """Keeps the context until a matching `drop`."""
-        with self._lock:
+        with self.lock:
             if self._holders == 0:
                 raise EngineError(f"cuda:{self.ordinal} has been closed")
             self._holders += 1
 
     def drop(self) -> None:
         """Ends a `hold`; the last one releases the context."""
-        with self._lock:
+        with self.lock:
             self._holders -= 1
             if self._holders == 0:
                 api.call("cuDevicePrimaryCtxRelease", self.handle)
 
     def count(self, nbytes: int) -> None:
         """Adds `nbytes`, negative where memory was freed, to `allocated`."""
-        with self._lock:
+        with self.lock:
             self.allocated += nbytes
             self.peak = max(self.peak, self.allocated)
 

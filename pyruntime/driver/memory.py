@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import math
-import threading
 from typing import Any
 
 import numpy as np
@@ -38,6 +37,9 @@ class DeviceArray:
     return first, or make another call.
     """
 
+    _base: DeviceArray | None = None
+    _leases = _allocated = 0
+
     def __init__(
         self,
         device: Device,
@@ -53,14 +55,10 @@ class DeviceArray:
         self.shape = shape
         self.dtype = np.dtype(dtype)
         self.nbytes = math.prod(shape) * self.dtype.itemsize
-        self._lock = threading.RLock()  # a finalizer may come in the middle
-        self._leases = self._allocated = 0
         self._spare = spare
         self.ptr: int
-        self._what: str
-        self._base: DeviceArray | None
         if base is None:
-            self._base, self._what = None, what
+            self._what = what
             found = device.spare.take(self.nbytes)[0] if spare else 0
             self.ptr = self._allocated = found or allocate(device, self.nbytes, what)
         else:
@@ -78,15 +76,12 @@ class DeviceArray:
         What `__dlpack__` has shared is freed when its last consumer is done with it, too.
         """
         self._spare = False
-        self._end()
-
-    def _end(self) -> None:
         self.ptr = 0
-        if self._base is None:
-            self._free_unused()
+        self._free_unused()
 
     def _free_unused(self) -> None:
-        with self._lock:
+        """Frees what was allocated here, if anything was, once nobody uses it."""
+        with self.device.lock:
             if self.ptr or self._leases:
                 return
             address, self._allocated = self._allocated, 0
@@ -96,9 +91,10 @@ class DeviceArray:
     def __del__(self) -> None:
         # At interpreter exit the driver may be gone already: the process frees the memory.
         try:
-            self._end()
-        except Exception:
             self.ptr = 0
+            self._free_unused()
+        except Exception:
+            pass
 
     def _check_open(self) -> None:
         if not self.ptr or (self._base is not None and not self._base.ptr):
@@ -209,7 +205,7 @@ class DeviceArray:
 
     def _lend(self) -> _Lease:
         owner = self._base or self
-        with owner._lock:
+        with owner.device.lock:
             self._check_open()
             owner._leases += 1
             owner._spare = False
@@ -225,7 +221,7 @@ class _Lease:
     def __del__(self) -> None:
         # At interpreter exit the driver may be gone already: the process frees the memory.
         try:
-            with self._owner._lock:
+            with self._owner.device.lock:
                 self._owner._leases -= 1
             self._owner._free_unused()
         except Exception:
