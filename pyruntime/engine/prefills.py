@@ -170,7 +170,7 @@ class Prefills:
         """What came of a call."""
         hidden = call.pooled() if len(call.hidden) else None
         return Result(
-            call.found, hidden, call.cache, len(call.ids), call.reused, timings, self.path
+            call.found, hidden, call.given, len(call.ids), call.reused, timings, self.path
         )
 
     def _run(
@@ -181,7 +181,7 @@ class Prefills:
         reuse: bool = False,
     ) -> dict[str, float]:
         """Makes the passes of all calls, and returns the seconds that the GPU took, if one did."""
-        if reuse and any(call.cache is None for call in asked):
+        if reuse and any(call.given is None for call in asked):
             raise ValueError("reuse=True: there is no cache to reuse")
         model, scratch = self._model, None
         self._check_closed()

@@ -129,7 +129,7 @@ class Texts(Prefills):
         check_count("logits_bytes", most)
         scored = Scored(texts)
 
-        def step(_: Any, asked: Sequence[Call], batch: Batch, parts: list[Part]) -> None:
+        def step(_: Any, asked: Sequence[Call], batch: Batch, parts: Sequence[Part]) -> None:
             targets = scored.targets(batch, parts)
             scored.take(parts, self._model.score(batch, targets, most_bytes=most))
 
@@ -177,7 +177,7 @@ class Texts(Prefills):
         targets = named(zip(tokens, asked, strict=True), lambda pair: _targets(*pair, vocab))
         scored = ScoredRows(asked, targets)
 
-        def step(_: Any, asked: Sequence[Call], batch: Batch, parts: list[Part]) -> None:
+        def step(_: Any, asked: Sequence[Call], batch: Batch, parts: Sequence[Part]) -> None:
             wanted = scored.targets(batch, parts)
             found = self._model.score(batch, wanted, most_bytes=logits_bytes, top=top)
             scored.take(batch, parts, found)

@@ -39,7 +39,7 @@ def require_room(cache: Any, tokens: int, start: int) -> None:
         )
 
 
-class Prompt(NamedTuple):
+class Prompt:
     """Tokens that a pass appends to a cache, and the rows of them that something is wanted of.
 
     Attributes:
@@ -48,10 +48,13 @@ class Prompt(NamedTuple):
         logits, hidden: ascending indices into `ids`, int32; those of `hidden` follow one another.
     """
 
-    ids: Rows
-    cache: Any
-    logits: Rows = NONE
-    hidden: Rows = NONE
+    __slots__ = ("cache", "hidden", "ids", "logits")
+
+    def __init__(self, ids: Rows, cache: Any, logits: Rows = NONE, hidden: Rows = NONE) -> None:
+        self.ids = ids
+        self.cache = cache
+        self.logits = logits
+        self.hidden = hidden
 
 
 class Batch:
@@ -69,8 +72,9 @@ class Batch:
 
     def __init__(self, prompts: Sequence[Prompt]) -> None:
         self.prompts = prompts
-        ids, _, self.logits, self.hidden = prompts[0]
-        self.rows = self.longest = len(ids)
+        first = prompts[0]
+        self.logits, self.hidden = first.logits, first.hidden
+        self.rows = self.longest = len(first.ids)
         if len(prompts) > 1:
             lengths = [len(prompt.ids) for prompt in prompts]
             self.rows, self.longest = sum(lengths), max(lengths)
@@ -98,11 +102,12 @@ class Batch:
         Raises ValueError: `check_cache` refuses one, it has no room, or two prompts share one.
         """
         self.starts = starts = list[int]()
-        for ids, cache, _, _ in self.prompts:
+        for prompt in self.prompts:
+            cache, rows = prompt.cache, len(prompt.ids)
             check_cache(cache)
             start = cache.length
-            if start + len(ids) > cache.capacity:
-                require_room(cache, len(ids), start)
+            if start + rows > cache.capacity:
+                require_room(cache, rows, start)
             starts.append(start)
         if len(starts) > 1 and len({id(prompt.cache) for prompt in self.prompts}) < len(starts):
             raise ValueError("two prompts of a pass share a cache")

@@ -14,7 +14,7 @@ from pyruntime.model.packing import Part, passes
 from pyruntime.turns import Deadline
 
 Hidden = Literal["last", "mean"] | None
-Step = Callable[["Model", Sequence["Call"], Batch, list[Part]], object]
+Step = Callable[["Model", Sequence["Call"], Batch, Sequence[Part]], object]
 T = TypeVar("T")
 U = TypeVar("U")
 
@@ -36,13 +36,13 @@ class Model(Protocol):
     def run(self, batch: Batch, *, greedy: bool = False) -> Output: ...
 
 
-class Call:
+class Call(Prompt):
     """One prompt, and what is wanted of it.
 
     Attributes:
-        ids: int32 [nt], nt >= 1, each below the vocabulary. cache: to be continued; None: nothing
-            is left behind.
-        logits, hidden: ascending rows, int32.
+        ids: int32 [nt], nt >= 1, each below the vocabulary. logits, hidden: ascending rows, int32.
+        given: the cache to be continued; None: nothing is left behind. cache: that one, or what
+            its passes are given instead, None until they begin.
         place: of the prompt in a list, by which an error names it; None: there is no list.
         reused: tokens that were taken off the front of `ids`, as the cache holds them.
         found: float32 [rows, vocab], the logits of its passes so far, or the token that `greedy`
@@ -55,11 +55,13 @@ class Call:
     total: Any = 0.0
 
     def __init__(
-        self, ids: Rows, cache: Any, logits: Rows, hidden: Rows = NONE, place: int | None = None
+        self, ids: Rows, given: Any, logits: Rows, hidden: Rows = NONE, place: int | None = None
     ) -> None:
-        self.ids, self.cache, self.logits, self.hidden, self.place = (
-            ids, cache, logits, hidden, place
-        )  # fmt: skip
+        self.ids = ids
+        self.given = self.cache = given
+        self.logits = logits
+        self.hidden = hidden
+        self.place = place
 
     def reuse(self) -> None:
         """Keeps of the cache what `ids` begins with, and drops that from `ids`.
@@ -67,13 +69,13 @@ class Call:
         What is left begins with the first row that something is wanted of, at the latest; a
         cache that begins otherwise is emptied.
         """
-        held = self.cache.tokens
+        held = self.given.tokens
         most = min(
             len(held), len(self.ids) - 1, *self.logits[:1].tolist(), *self.hidden[:1].tolist()
         )
         differ = np.flatnonzero(held[:most] != self.ids[:most])
         self.reused = kept = int(differ[0]) if len(differ) else most
-        self.cache.truncate(kept)
+        self.given.truncate(kept)
         self.ids = self.ids[kept:]
         self.logits, self.hidden = (rows - np.int32(kept) for rows in (self.logits, self.hidden))
 
@@ -163,12 +165,12 @@ def check_room(
     Raises ValueError.
     """
     if len(asked) > 1:
-        given = [id(call.cache) for call in asked if call.cache is not None]
+        given = [id(call.given) for call in asked if call.given is not None]
         if len(set(given)) < len(given):
             raise ValueError("cache: two prompts share one")
     longest = 0
     for call in asked:
-        cache, start, tokens = call.cache, 0, len(call.ids)
+        cache, start, tokens = call.given, 0, len(call.ids)
         try:
             if cache is not None:
                 _check_cache(model, cache)
@@ -220,44 +222,50 @@ def run(
 
     Raises WaitTimeoutError: no time was left for a pass.
     """
-    caches, starts = list[Any](), list[int]()
+    starts = list[int]()
     for call in calls:  # no comprehension: each is a call of its own
-        caches.append(call.cache)
-        starts.append(0 if call.cache is None else call.cache.length)
+        starts.append(0 if call.given is None else call.given.length)
     done, seconds = 0, 0.0
     try:
         if len(calls) == 1 and len(calls[0].ids) <= rows:
-            plan: Iterable[list[Part]] = ([Part(0, 0, len(calls[0].ids), 0)],)
+            plan: Iterable[Sequence[Part]] = _whole(len(calls[0].ids))
         else:
             plan = _plan(model, calls, starts, rows, scratch)
         for parts in plan:
             if deadline.timeout and deadline.left() == 0:
                 count = sum(len(call.ids) for call in calls)
                 raise deadline.over(f"{done} of {count} tokens were done")
-            prompts = []
+            prompts = list[Prompt]()
             for part in parts:
-                call, cache = calls[part.prompt], caches[part.prompt]
-                if cache is None:
-                    cache = scratch
-                    if part.region:
-                        cache = scratch.region(part.region, len(call.ids))
-                    else:
-                        scratch.clear()
-                    caches[part.prompt] = cache
-                if part.last - part.first == len(call.ids):
-                    prompts.append(Prompt(call.ids, cache, call.logits, call.hidden))
-                else:
-                    prompts.append(_cut(call, part, cache))
+                call = calls[part.prompt]
+                if call.cache is None:
+                    _begin(call, part, scratch)
+                prompts.append(call if part.last - part.first == len(call.ids) else _cut(call, part))
             batch = Batch(prompts)
             step(model, calls, batch, parts)
             done += batch.rows
             seconds += model.gpu_seconds
     except BaseException:
         for call, start in zip(calls, starts, strict=True):
-            if call.cache is not None:
-                call.cache.truncate(min(start, call.cache.length))  # less if a thread cut it
+            if call.given is not None:
+                call.given.truncate(min(start, call.given.length))  # less if a thread cut it
         raise
     return seconds
+
+
+@lru_cache(64)
+def _whole(nt: int) -> Sequence[Sequence[Part]]:
+    """The passes of a single prompt that is not cut."""
+    return ((Part(0, 0, nt, 0),),)
+
+
+def _begin(call: Call, part: Part, scratch: Any) -> None:
+    """Gives a call its place in `scratch`."""
+    if part.region:
+        call.cache = scratch.region(part.region, len(call.ids))
+    else:
+        scratch.clear()
+        call.cache = scratch
 
 
 def _plan(
@@ -271,15 +279,16 @@ def _plan(
     return passes(lengths, starts=starts, rows=rows, prompts=model.max_prompts, positions=positions)
 
 
-def _cut(call: Call, part: Part, cache: Any) -> Prompt:
+def _cut(call: Call, part: Part) -> Prompt:
     def within(rows: Rows) -> Rows:
         first, last = np.searchsorted(rows, (part.first, part.last))
         return rows[first:last] - np.int32(part.first)
 
-    return Prompt(call.ids[part.first : part.last], cache, within(call.logits), within(call.hidden))
+    ids = call.ids[part.first : part.last]
+    return Prompt(ids, call.cache, within(call.logits), within(call.hidden))
 
 
-def prefill(model: Model, calls: Sequence[Call], batch: Batch, parts: list[Part]) -> None:
+def prefill(model: Model, calls: Sequence[Call], batch: Batch, parts: Sequence[Part]) -> None:
     """Makes a pass, and hands each call its own of what that gives."""
     given, row, summed = model.run(batch), 0, 0
     for prompt, part in zip(batch.prompts, parts, strict=True):
@@ -294,7 +303,7 @@ def prefill(model: Model, calls: Sequence[Call], batch: Batch, parts: list[Part]
             summed += 1
 
 
-def greedy(model: Model, calls: Sequence[Call], batch: Batch, parts: list[Part]) -> None:
+def greedy(model: Model, calls: Sequence[Call], batch: Batch, parts: Sequence[Part]) -> None:
     """Makes a pass of a call that wants one row's logits, and finds their argmax instead."""
     calls[0].found = model.run(batch, greedy=len(batch.logits) > 0).token
 

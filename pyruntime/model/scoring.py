@@ -77,11 +77,11 @@ class Scored:
             ids, logits = wholes[places[0]][:-1], np.unique(every)
             self.calls.append(Call(ids, None, logits=logits, place=places[0]))
 
-    def targets(self, batch: Batch, parts: list[Part]) -> Targets:
+    def targets(self, batch: Batch, parts: Sequence[Part]) -> Targets:
         """What a pass is to score, by the rows of its logits."""
         return _of_pass(self._targets, batch, parts)
 
-    def take(self, parts: list[Part], found: TokenScores) -> None:
+    def take(self, parts: Sequence[Part], found: TokenScores) -> None:
         """The scores of the targets of a pass. Those of a text come in their order."""
         log_probs, greedy = iter(found.log_probs.tolist()), iter(found.greedy.tolist())
         for part in parts:
@@ -107,11 +107,11 @@ class ScoredRows:
         self._targets = [Targets(call.logits, own) for call, own in pairs]
         self._found: list[list[TokenScores]] = [[] for _ in calls]
 
-    def targets(self, batch: Batch, parts: list[Part]) -> Targets:
+    def targets(self, batch: Batch, parts: Sequence[Part]) -> Targets:
         """What a pass is to score, by the rows of its logits."""
         return _of_pass(self._targets, batch, parts)
 
-    def take(self, batch: Batch, parts: list[Part], found: TokenScores) -> None:
+    def take(self, batch: Batch, parts: Sequence[Part], found: TokenScores) -> None:
         """The scores of the targets of a pass."""
         before = 0
         for part, prompt in zip(parts, batch.prompts, strict=True):
@@ -124,7 +124,7 @@ class ScoredRows:
         return [TokenScores.joined(parts) for parts in self._found]
 
 
-def _of_pass(targets: Sequence[Targets], batch: Batch, parts: list[Part]) -> Targets:
+def _of_pass(targets: Sequence[Targets], batch: Batch, parts: Sequence[Part]) -> Targets:
     """Targets of each call's rows as those of a pass, by the rows of its logits."""
     found = [NONE], [NONE]
     before = 0
