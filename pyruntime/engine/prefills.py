@@ -184,9 +184,11 @@ class Prefills:
         if reuse and any(call.given is None for call in asked):
             raise ValueError("reuse=True: there is no cache to reuse")
         model, scratch = self._model, None
-        self._check_closed()
-        with model.turns.turn(deadline):
+        if self._closed:
             self._check_closed()
+        with model.turns.turn(deadline):
+            if self._closed:
+                self._check_closed()
             longest = calls.check_room(
                 model, asked, self.config.context_length, most=self._kv_limit, reuse=reuse
             )

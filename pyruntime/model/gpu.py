@@ -46,7 +46,7 @@ from pyruntime.model.underway import Underway
 from pyruntime.model.weights import Weights
 from pyruntime.ops.attention_choice import choose
 from pyruntime.ops.qkv import alike_heads
-from pyruntime.turns import Deadline, Turns
+from pyruntime.turns import NEVER, Deadline, Turns
 
 if TYPE_CHECKING:
     from pyruntime.gguf import GGUFFile
@@ -502,7 +502,8 @@ class GpuModel:
             if whole and not after and wanted == len(batch.kept) == recorded.shape.kept:
                 if wanted:
                     if out is None:
-                        out = self._new_logits(wanted)
+                        out = self._logits(wanted)
+                        self._underway.hold(out)
                     if recorded.head is None:
                         decoder.make_head(recorded, out)
                 replayed = replayer.replay(recorded, out if wanted else None)
@@ -529,7 +530,8 @@ class GpuModel:
         follows = replayer.run(recorded)
         if wanted:
             if out is None:
-                out = self._new_logits(wanted)
+                out = self._logits(wanted)
+                self._underway.hold(out)
             for piece in decoder.pieces(recorded.shape, batch):
                 follows = replayer.follow(self._head(recorded, piece, out), follows)
         for made in after:
@@ -547,12 +549,6 @@ class GpuModel:
             stream.record(replayer.ended)
             self._wait()
             self.gpu_seconds += replayer.ended.elapsed(replayer.started) / 1e3
-
-    def _new_logits(self, rows: int) -> DeviceArray:
-        """For the pass that is under way."""
-        logits = self._logits(rows)
-        self._underway.begin(self._streams, logits)
-        return logits
 
     def _logits(self, rows: int) -> DeviceArray:
         shape = (rows, self.config.vocab)
@@ -582,7 +578,8 @@ class GpuModel:
     def _wait(self) -> None:
         """For all that has been enqueued. Raises WaitTimeoutError: the turn's time ran out."""
         deadline = self.turns.deadline
-        if not self._stream.finish(deadline.work_left()):
+        left = None if deadline is NEVER else deadline.work_left()
+        if not self._stream.finish(left):
             raise deadline.over("the GPU was still at work on a pass")
 
     def _settle(self) -> None:

@@ -48,7 +48,7 @@ class LiveBlock:
     def __init__(self, device: Device, max_tokens: int) -> None:
         nbytes, most = live_bytes(max_tokens), max_sequences(max_tokens)
         self._stored_at = _HEADER_BYTES + most * _SEQUENCE.size
-        head = self._stored_at + most * _STORED.size
+        self._ids_at = head = self._stored_at + most * _STORED.size
         # In one statement: no frame of a failure's traceback keeps the first without the second.
         self._block, self._host = (
             DeviceArray(device, (nbytes,), np.uint8, what="live block"),
@@ -73,11 +73,12 @@ class LiveBlock:
         )
         self._bytes = self._host.array.data
         _GREEDY.pack_into(self._bytes, _LIVE.size, 0, 0, 0, GREEDY, 0, 1)  # of row 0 one target
-        self._arrays = tuple(self._host.array[head:].view(np.int32).reshape(4, max_tokens))
+        arrays = self._host.array[head:].view(np.int32).reshape(4, max_tokens)
+        _, self._positions, self._sequence_of, self._wanted_rows = arrays
         # Of how many rows the host's positions and sequences are those of one fresh prompt.
         self._single = max_tokens
         self._wanted: Rows | None = None
-        self._arrays[1][:], self._arrays[2][:] = ascending(0, max_tokens), 0
+        self._positions[:], self._sequence_of[:] = ascending(0, max_tokens), 0
 
     def fill(self, batch: Batch, wanted: Rows, staged: Sequence[Positions] | None = None) -> None:
         """Writes the host's block for a pass. It is reused: the last upload must be over.
@@ -87,15 +88,13 @@ class LiveBlock:
             staged: for e4m3 caches what attention reads of each: one layer, widened.
         """
         host, prompts, last = self._bytes, batch.prompts, 0
-        ids, positions, sequence_of, wanted_rows = self._arrays
         _LIVE.pack_into(host, 0, batch.rows, len(prompts), len(wanted), NO_OVERFLOW)
-        single = batch.rows if batch.fresh and len(prompts) == 1 else 0
-        there = 0 < single <= self._single
-        if not there:
-            self._single = 0
-        for i, (prompt, start) in enumerate(zip(prompts, batch.starts, strict=True)):
-            own, cache, first = prompt.ids, prompt.cache, last
-            rows = len(own)
+        if batch.rows > self._single or len(prompts) > 1 or not batch.fresh:
+            self._place(batch)
+        ids = self._ids_at  # where those of each prompt are
+        for i, prompt in enumerate(prompts):
+            own, cache, start = prompt.ids, prompt.cache, batch.starts[i]
+            rows, first = len(own), last
             last += rows
             if staged is not None:
                 at = self._stored_at + i * _STORED.size
@@ -103,15 +102,20 @@ class LiveBlock:
                 cache = staged[i]
             at = _HEADER_BYTES + i * _SEQUENCE.size
             _SEQUENCE.pack_into(host, at, first, rows, start, cache.stride, *cache.addresses)
-            ids[first:last] = own
-            if not there:
-                positions[first:last] = ascending(start, start + rows)
-                sequence_of[first:last] = i
-        if not there:
-            self._single = single
+            host[ids + 4 * first : ids + 4 * last] = own.tobytes()
         if wanted is not self._wanted:  # the same array is often given again, and never changed
-            wanted_rows[: len(wanted)] = wanted
+            self._wanted_rows[: len(wanted)] = wanted
             self._wanted = wanted
+
+    def _place(self, batch: Batch) -> None:
+        """Writes the position of each row, and whose it is."""
+        self._single = last = 0
+        for i, (prompt, start) in enumerate(zip(batch.prompts, batch.starts, strict=True)):
+            first, last = last, last + len(prompt.ids)
+            self._positions[first:last] = ascending(start, start + last - first)
+            self._sequence_of[first:last] = i
+        if len(batch.prompts) == 1 and batch.fresh:
+            self._single = last
 
     def upload(self, stream: Stream) -> None:
         """Enqueues the upload of what `fill` wrote."""

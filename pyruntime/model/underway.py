@@ -22,11 +22,12 @@ class Underway:
     def __init__(self) -> None:
         self.streams: list[Stream] = []
         self.left = False
-        self._used: tuple[object, ...] = ()
+        self._used: list[object] = []
+        self.hold = self._used.append  # what else must live as long as the work that has begun
 
     def begin(self, streams: Sequence[Stream], *used: object) -> None:
         """Says, before work is enqueued on `streams`, what else must live as long as it runs."""
-        self._used += used
+        self._used.extend(used)
         self.streams[:] = streams
 
     def wait(self, left: Callable[[], float | None]) -> bool:
@@ -38,5 +39,6 @@ class Underway:
 
     def end(self) -> None:
         """Says that all is done."""
-        self.left, self._used = False, ()
+        self.left = False
+        self._used.clear()
         self.streams.clear()
