@@ -7,6 +7,7 @@ that each call makes anew is kept for the next one.
 from __future__ import annotations
 
 import threading
+from collections import defaultdict
 from typing import TYPE_CHECKING
 
 from pyruntime.driver import api
@@ -31,7 +32,7 @@ class Spare:
 
     def __init__(self, lock: threading.RLock) -> None:
         self.most = self.nbytes = 0
-        self._kept: list[tuple[int, int]] = []  # address and bytes
+        self._kept: defaultdict[int, list[int]] = defaultdict(list)  # addresses by bytes
         self._lock = lock
 
     def put(self, address: int, nbytes: int) -> bool:
@@ -40,20 +41,27 @@ class Spare:
             if self.nbytes + nbytes > self.most:
                 return False
             self.nbytes += nbytes
-            self._kept.append((address, nbytes))
+            self._kept[nbytes].append(address)
             return True
 
-    def take(self, nbytes: int | None = None) -> tuple[int, int]:
-        """Address and bytes of memory of that size, or of any: the caller's from now on.
+    def take(self, nbytes: int) -> int:
+        """The address of memory of that size, of what was kept last: the caller's from now on.
 
-        (0, 0) if there is none.
+        0 if there is none.
         """
         with self._lock:
-            for place, (address, size) in enumerate(self._kept):
-                if nbytes is None or nbytes == size:
-                    del self._kept[place]
-                    self.nbytes -= size
-                    return address, size
+            kept = self._kept.get(nbytes)
+            if not kept:
+                return 0
+            self.nbytes -= nbytes
+            return kept.pop()
+
+    def take_any(self) -> tuple[int, int]:
+        """Address and bytes of memory of any size, likewise; (0, 0) if there is none."""
+        with self._lock:
+            for nbytes, kept in self._kept.items():
+                if kept:
+                    return self.take(nbytes), nbytes
         return 0, 0
 
     def close(self) -> None:

@@ -73,7 +73,7 @@ class Device:
     def free_spare(self) -> bool:
         """Frees what there is to spare; whether that was anything. Raises CudaError."""
         found = False
-        while (memory := self.spare.take())[0]:
+        while (memory := self.spare.take_any())[0]:
             found = True
             free(self, *memory)
         return found

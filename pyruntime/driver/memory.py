@@ -59,7 +59,7 @@ class DeviceArray:
         self.ptr: int
         if base is None:
             self._what = what
-            found = device.spare.take(self.nbytes)[0] if spare else 0
+            found = device.spare.take(self.nbytes) if spare else 0
             self.ptr = self._allocated = found or allocate(device, self.nbytes, what)
         else:
             self._base, self._what = base._base or base, base._what

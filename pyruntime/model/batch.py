@@ -101,7 +101,8 @@ class Batch:
 
         Raises ValueError: `check_cache` refuses one, it has no room, or two prompts share one.
         """
-        self.starts = starts = list[int]()
+        starts: list[int] = []
+        self.starts = starts
         for prompt in self.prompts:
             cache, rows = prompt.cache, len(prompt.ids)
             check_cache(cache)
@@ -115,8 +116,8 @@ class Batch:
 
     def store(self) -> None:
         """Says that the pass has been made: its tokens are now those of its caches, too."""
-        for prompt, start in zip(self.prompts, self.starts, strict=True):
-            prompt.cache.append(prompt.ids, start)
+        for i, prompt in enumerate(self.prompts):
+            prompt.cache.append(prompt.ids, self.starts[i])
 
     def kept_places(self, rows: Rows) -> Rows:
         """Where ascending `rows` are among those that are kept."""

@@ -79,16 +79,17 @@ class Call(Prompt):
         self.ids = self.ids[kept:]
         self.logits, self.hidden = (rows - np.int32(kept) for rows in (self.logits, self.hidden))
 
-    def take(self, part: Part, own: Any) -> None:
-        """Logits: of a prompt in one pass the array itself, of many all together on the host."""
+    def take(self, first: int, own: Any) -> None:
+        """Logits of rows from `first` on: of a prompt in one pass the array itself, of many all
+        together on the host."""
         rows, vocab = own.shape
         if rows == len(self.logits):
             self.found = own
             return
         if self.found is None:
             self.found = np.empty((len(self.logits), vocab), np.float32)
-        first = int(np.searchsorted(self.logits, part.first))
-        self.found[first : first + rows] = np.asarray(own)
+        at = int(np.searchsorted(self.logits, first))
+        self.found[at : at + rows] = np.asarray(own)
 
     def pooled(self) -> NDArray[np.float32]:
         """Float32 [1, hidden], the mean of its hidden states, of which there are some."""
@@ -222,7 +223,7 @@ def run(
 
     Raises WaitTimeoutError: no time was left for a pass.
     """
-    starts = list[int]()
+    starts: list[int] = []
     for call in calls:  # no comprehension: each is a call of its own
         starts.append(0 if call.given is None else call.given.length)
     done, seconds = 0, 0.0
@@ -235,12 +236,13 @@ def run(
             if deadline.timeout and deadline.left() == 0:
                 count = sum(len(call.ids) for call in calls)
                 raise deadline.over(f"{done} of {count} tokens were done")
-            prompts = list[Prompt]()
-            for part in parts:
-                call = calls[part.prompt]
+            prompts: list[Prompt] = []
+            for place, first, last, region in parts:
+                call = calls[place]
                 if call.cache is None:
-                    _begin(call, part, scratch)
-                prompts.append(call if part.last - part.first == len(call.ids) else _cut(call, part))
+                    _begin(call, region, scratch)
+                whole = last - first == len(call.ids)
+                prompts.append(call if whole else _cut(call, first, last))
             batch = Batch(prompts)
             step(model, calls, batch, parts)
             done += batch.rows
@@ -259,10 +261,10 @@ def _whole(nt: int) -> Sequence[Sequence[Part]]:
     return ((Part(0, 0, nt, 0),),)
 
 
-def _begin(call: Call, part: Part, scratch: Any) -> None:
+def _begin(call: Call, region: int, scratch: Any) -> None:
     """Gives a call its place in `scratch`."""
-    if part.region:
-        call.cache = scratch.region(part.region, len(call.ids))
+    if region:
+        call.cache = scratch.region(region, len(call.ids))
     else:
         scratch.clear()
         call.cache = scratch
@@ -279,24 +281,26 @@ def _plan(
     return passes(lengths, starts=starts, rows=rows, prompts=model.max_prompts, positions=positions)
 
 
-def _cut(call: Call, part: Part) -> Prompt:
-    def within(rows: Rows) -> Rows:
-        first, last = np.searchsorted(rows, (part.first, part.last))
-        return rows[first:last] - np.int32(part.first)
+def _cut(call: Call, first: int, last: int) -> Prompt:
+    """Tokens [first, last) of a call."""
 
-    ids = call.ids[part.first : part.last]
-    return Prompt(ids, call.cache, within(call.logits), within(call.hidden))
+    def within(rows: Rows) -> Rows:
+        begin, end = np.searchsorted(rows, (first, last))
+        return rows[begin:end] - np.int32(first)
+
+    return Prompt(call.ids[first:last], call.cache, within(call.logits), within(call.hidden))
 
 
 def prefill(model: Model, calls: Sequence[Call], batch: Batch, parts: Sequence[Part]) -> None:
     """Makes a pass, and hands each call its own of what that gives."""
     given, row, summed = model.run(batch), 0, 0
-    for prompt, part in zip(batch.prompts, parts, strict=True):
-        call, rows = calls[part.prompt], len(prompt.logits)
+    for i, prompt in enumerate(batch.prompts):
+        place, first, _, _ = parts[i]
+        call, rows = calls[place], len(prompt.logits)
         if rows:
             all_of_it = rows == len(batch.logits)
             own = given.logits if all_of_it else _rows(given.logits, row, row + rows)
-            call.take(part, own)
+            call.take(first, own)
             row += rows
         if len(prompt.hidden):
             call.total += given.sums[summed].astype(np.float64)

@@ -72,6 +72,7 @@ class LiveBlock:
             self._block.view(head + 4 * max_tokens * i, (max_tokens,), np.int32) for i in range(4)
         )
         self._bytes = self._host.array.data
+        self._words = self._host.array[:_HEADER_BYTES].data.cast("i")  # Live, then the likeliest
         _GREEDY.pack_into(self._bytes, _LIVE.size, 0, 0, 0, GREEDY, 0, 1)  # of row 0 one target
         arrays = self._host.array[head:].view(np.int32).reshape(4, max_tokens)
         _, self._positions, self._sequence_of, self._wanted_rows = arrays
@@ -128,14 +129,12 @@ class LiveBlock:
     @property
     def overflow_site(self) -> int:
         """What `download` brought, once the stream has been waited for."""
-        site: int = _LIVE.unpack_from(self._bytes)[3]
-        return site
+        return self._words[3]
 
     @property
     def likeliest(self) -> int:
         """The token that `download` brought, likewise, of a pass that finds one."""
-        token: int = _GREEDY.unpack_from(self._bytes, _LIVE.size)[0]
-        return token
+        return self._words[4]
 
     def close(self) -> None:
         """Frees the block. Idempotent."""
