@@ -25,6 +25,7 @@ NO_OVERFLOW = 2**31 - 1
 MAX_SEQUENCES = 256  # prompts of a pass
 RESULT_BYTES = 8  # that a pass brings to the host: overflow, and the likeliest token next to it
 _LIVE = struct.Struct("<4i")
+_COUNTS = struct.Struct("<3i")  # those of Live
 _GREEDY = struct.Struct("<i2f3i8x")  # best, value, log_probs; tokens; first [2]
 _HEADER_BYTES = _LIVE.size + _GREEDY.size
 _SEQUENCE = struct.Struct("<4i3Q")
@@ -76,6 +77,7 @@ class LiveBlock:
         _GREEDY.pack_into(self._bytes, _LIVE.size, 0, 0, 0, GREEDY, 0, 1)  # of row 0 one target
         arrays = self._host.array[head:].view(np.int32).reshape(4, max_tokens)
         _, self._positions, self._sequence_of, self._wanted_rows = arrays
+        self._said: tuple[object, ...] | None = None  # of the pass before, if a single prompt's
         # Of how many rows the host's positions and sequences are those of one fresh prompt.
         self._single = max_tokens
         self._wanted: Rows | None = None
@@ -88,14 +90,30 @@ class LiveBlock:
             wanted: the rows that the pass gathers.
             staged: for e4m3 caches what attention reads of each: one layer, widened.
         """
-        host, prompts, last = self._bytes, batch.prompts, 0
-        _LIVE.pack_into(host, 0, batch.rows, len(prompts), len(wanted), NO_OVERFLOW)
+        host, at, said = self._bytes, self._ids_at, None
+        if len(batch.prompts) == 1 and staged is None:
+            cache = batch.prompts[0].cache
+            said = batch.rows, batch.starts[0], len(wanted), cache.stride, cache.addresses
+        if said is None or said != self._said:
+            self._describe(batch, len(wanted), staged)
+            self._said = said
+        self._words[3] = NO_OVERFLOW
+        for prompt in batch.prompts:
+            ids = prompt.ids.tobytes()
+            host[at : at + len(ids)] = ids
+            at += len(ids)
+        if wanted is not self._wanted:  # the same array is often given again, and never changed
+            self._wanted_rows[: len(wanted)] = wanted
+            self._wanted = wanted
+
+    def _describe(self, batch: Batch, wanted: int, staged: Sequence[Positions] | None) -> None:
+        """Writes all but ids, the rows that are wanted and the overflow."""
+        host, prompts, last, self._said = self._bytes, batch.prompts, 0, None
+        _COUNTS.pack_into(host, 0, batch.rows, len(prompts), wanted)
         if batch.rows > self._single or len(prompts) > 1 or not batch.fresh:
             self._place(batch)
-        ids = self._ids_at  # where those of each prompt are
-        for i, prompt in enumerate(prompts):
-            own, cache, start = prompt.ids, prompt.cache, batch.starts[i]
-            rows, first = len(own), last
+        for i, (prompt, start) in enumerate(zip(prompts, batch.starts, strict=True)):
+            first, rows, cache = last, len(prompt.ids), prompt.cache
             last += rows
             if staged is not None:
                 at = self._stored_at + i * _STORED.size
@@ -103,10 +121,6 @@ class LiveBlock:
                 cache = staged[i]
             at = _HEADER_BYTES + i * _SEQUENCE.size
             _SEQUENCE.pack_into(host, at, first, rows, start, cache.stride, *cache.addresses)
-            host[ids + 4 * first : ids + 4 * last] = own.tobytes()
-        if wanted is not self._wanted:  # the same array is often given again, and never changed
-            self._wanted_rows[: len(wanted)] = wanted
-            self._wanted = wanted
 
     def _place(self, batch: Batch) -> None:
         """Writes the position of each row, and whose it is."""
