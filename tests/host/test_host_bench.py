@@ -59,8 +59,12 @@ def test_host_bench(
         assert (
             "nt3    sustained auto" in printed
             and "30 calls in a row: device memory kept" in printed
+            and "nt3, a small model, hot: 200 replays in a row: " in printed
         )
-    assert record["lengths"].keys() == {"nt1", "nt3"}
+    assert record["lengths"].keys() == record["hot"].keys() == {"nt1", "nt3"}
+    for row in (*record["hot"].values(), *(row["in_a_row"] for row in record["lengths"].values())):
+        assert len(row["host_us"]) == len(row["wait_us"]) == bench.ROW
+        assert min(row["host_us"]) > 0 and min(row["wait_us"]) > 0 < row["cpu_us"]
     for row in record["lengths"].values():
         ways = [(found["regime"], found["graphs"]) for found in row["samples"]]
         assert ways == list(product(("burst", "sustained"), bench.WAYS))
@@ -69,9 +73,6 @@ def test_host_bench(
             assert values.shape == (10, 2) and (values >= 0).all()
             parts = values[: len(bench.PARTS)].sum(0)
             assert (1e3 * np.array(found["wall_ms"]) < parts).all()
-        in_a_row = row["in_a_row"]
-        assert len(in_a_row["host_us"]) == len(in_a_row["wait_us"]) == bench.ROW
-        assert min(in_a_row["host_us"]) > 0 and min(in_a_row["wait_us"]) > 0 < in_a_row["cpu_us"]
         assert row["driver"]["cuGraphLaunch"]["calls"] == [1, 1]
         assert "cuGraphExecKernelNodeSetParams" not in row["driver"]
         if weights == "fp16":
