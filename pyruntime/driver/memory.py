@@ -53,8 +53,8 @@ class DeviceArray:
     ) -> None:
         self.device = device
         self.shape = shape
-        self.dtype = np.dtype(dtype)
-        self.nbytes = math.prod(shape) * self.dtype.itemsize
+        self.dtype = dtype = np.dtype(dtype)
+        self.nbytes = math.prod(shape) * dtype.itemsize
         self._spare = spare
         self.ptr: int
         if base is None:

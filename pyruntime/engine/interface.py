@@ -41,7 +41,7 @@ class Model(calls.Model, Protocol):
     def close(self) -> None: ...
 
 
-@dataclass(frozen=True, init=False)
+@dataclass  # not frozen: that takes a call for each attribute
 class Result:
     """What a prefill gives for a prompt.
 
@@ -67,19 +67,3 @@ class Result:
     reused: int = 0
     timings: dict[str, float] = field(default_factory=dict)
     path: str = ""
-
-    def __init__(
-        self,
-        logits: Any,
-        hidden: Any,
-        cache: AnyCache | None,
-        tokens: int,
-        reused: int = 0,
-        timings: dict[str, float] | None = None,
-        path: str = "",
-    ) -> None:
-        # At once: what `dataclass` writes takes a call for each attribute of one that is frozen.
-        vars(self).update(
-            logits=logits, hidden=hidden, cache=cache, tokens=tokens, reused=reused,
-            timings={} if timings is None else timings, path=path,
-        )  # fmt: skip

@@ -240,7 +240,8 @@ def run(
             for place, first, last, region in parts:
                 call = calls[place]
                 if call.cache is None:
-                    _begin(call, region, scratch)
+                    call.cache = scratch.region(region, len(call.ids)) if region else scratch
+                    call.cache.clear()
                 whole = last - first == len(call.ids)
                 prompts.append(call if whole else _cut(call, first, last))
             batch = Batch(prompts)
@@ -259,15 +260,6 @@ def run(
 def _whole(nt: int) -> Sequence[Sequence[Part]]:
     """The passes of a single prompt that is not cut."""
     return ((Part(0, 0, nt, 0),),)
-
-
-def _begin(call: Call, region: int, scratch: Any) -> None:
-    """Gives a call its place in `scratch`."""
-    if region:
-        call.cache = scratch.region(region, len(call.ids))
-    else:
-        scratch.clear()
-        call.cache = scratch
 
 
 def _plan(
