@@ -31,9 +31,9 @@ DRIVER = [
 MOVE = "cuGraphExecKernelNodeSetParams"  # where the logits of the call before are held
 # Of weights "per-layer", whose output matrix comes in blocks, over two streams.
 ENDS = DRIVER[:2], ["cuMemcpyDtoHAsync", "cuEventRecord", *DRIVER[2:]]
-BEFORE, WHOLE = 46, 61  # functions until the graph is launched, and of the call
-MOVED = 6, 10  # what there is more of either
-STEP = 62  # functions of a step of `generate`
+BEFORE, WHOLE = 42, 56  # functions until the graph is launched, and of the call
+MOVED = 6, 9  # what there is more of either
+STEP = 58  # functions of a step of `generate`
 
 Load = Callable[..., Engine]
 
