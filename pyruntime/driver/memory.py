@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import math
 from typing import Any
 
 import numpy as np
@@ -54,7 +53,9 @@ class DeviceArray:
         self.device = device
         self.shape = shape
         self.dtype = dtype = np.dtype(dtype)
-        self.nbytes = math.prod(shape) * dtype.itemsize
+        self.nbytes = dtype.itemsize
+        for extent in shape:
+            self.nbytes *= extent
         self._spare = spare
         self.ptr: int
         if base is None:

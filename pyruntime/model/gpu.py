@@ -169,6 +169,7 @@ class GpuModel:
             tell_fp16(file, config)
         packed, int8 = self.weights_mode == "per-layer", self.weights_mode == "int8"
         urgent = packed and not pipeline.URGENT_FILLS
+        self._current = self.device.current()
         self._stream = self._owned(Stream(self.device, stream, urgent=urgent))
         self._streams = [self._stream]
         alike = alike_heads(
@@ -495,7 +496,7 @@ class GpuModel:
         staged = None if decoder.staging is None else self._staged(batch, decoder.staging)
         decoder.live.fill(batch, recorded.shape.gathered(batch), staged)
         wanted = 0 if headless else len(batch.logits)
-        with self.device.current():
+        with self._current:
             enqueued = time.perf_counter()
             replayed = False
             whole = recorded.whole is not None or (recorded.runs and replayer.makes_whole(recorded))
