@@ -81,7 +81,9 @@ class DeviceArray:
         self._free_unused()
 
     def _free_unused(self) -> None:
-        """Frees what was allocated here, if anything was, once nobody uses it."""
+        """Frees what was allocated here, once nobody uses it."""
+        if not self._allocated:
+            return  # a view, or it has been freed
         with self.device.lock:
             if self.ptr or self._leases:
                 return
