@@ -41,7 +41,7 @@ class Model(calls.Model, Protocol):
     def close(self) -> None: ...
 
 
-@dataclass  # not frozen: that takes a call for each attribute
+@dataclass(eq=False)  # not frozen: that takes a call for each attribute
 class Result:
     """What a prefill gives for a prompt.
 
