@@ -167,7 +167,7 @@ def _sanitizer(tool: str, name: str) -> dict[str, Any]:
     options = ["--tool", name, "--error-exitcode", "86", "--launch-timeout", "0"]
     if name == "memcheck":
         options += ["--padding", "64"]
-    run = _pytest(SANITIZED, ROOT / "tests", prefix=(tool, *options), timeout=480)
+    run = _pytest(SANITIZED, ROOT / "tests/gpu", prefix=(tool, *options), timeout=480)
     found = re.search(r"ERROR SUMMARY: (\d+) error|RACECHECK SUMMARY: (\d+) hazard", run["output"])
     del run["output"]
     run["findings"] = int(found[1] or found[2]) if found else None
