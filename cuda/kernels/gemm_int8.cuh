@@ -113,6 +113,8 @@ struct GemmInt8 {
   static constexpr bool kSums = Of::kMin == quant::Min::sums;
   static constexpr bool kProducts = Of::kMin == quant::Min::products;
   static constexpr bool kTail = !Of::kSuper || Split > 2;  // whether k may end within a slot
+  // Whether heads are copied and read once for both turns of a super-block.
+  static constexpr bool kOnce = kKept && Of::kSuper && !kProducts;
 
   // Blocks of a row in a slot, and what a step takes of a row of the second plane.
   static constexpr int kStepBlocks = Of::kSuper ? 1 : 4;  // a super-block is shared by two steps
@@ -192,16 +194,25 @@ struct GemmInt8 {
 
   // A thread's chunks of Parts x Rows rows of RowBytes. Row r of a part comes from row `Of(r)` of
   // the tile; what is past the end comes from the last one.
+  // Where pointers are kept in registers, one serves two chunks (`kOfOne`), half a row apart.
   template <int Rows, int RowBytes, int Parts>
   struct Chunks {
-    static constexpr int kInRow = RowBytes / 16, kAll = Parts * Rows * kInRow;
+    static constexpr int kOfOne = kKept && RowBytes >= 64 ? 2 : 1;
+    static constexpr int kInRow = RowBytes / 16 / kOfOne, kAll = Parts * Rows * kInRow;
     static constexpr int kCount = (kAll + kThreads - 1) / kThreads;
     static_assert(kThreads % kInRow == 0 || kCount == 1);
     // Chunk i of a thread is its first one's row and part plus these, which have no bits in common.
     static constexpr __device__ int row(int i) { return i * kThreads / kInRow % Rows; }
     static constexpr __device__ int part(int i) { return i * kThreads / (kInRow * Rows); }
     static __device__ int chunk() { return threadIdx.x % kInRow; }
-    static __device__ int row() { return threadIdx.x / kInRow % Rows; }
+    // Eight threads have chunks in all banks (see chunk_place): with half a row each, they need
+    // rows that differ in the bit which swaps the halves.
+    static __device__ int row() {
+      const int row = threadIdx.x / kInRow % Rows;
+      if constexpr (kOfOne == 1) return row;
+      constexpr int kRows = 128 / (kOfOne == 1 ? 128 : RowBytes);
+      return row ^ ((row / kRows ^ row / 4) & 1) * (kRows + 4);
+    }
     static __device__ int part() { return threadIdx.x / (kInRow * Rows); }
     static __device__ bool has(int i) {
       return (i + 1) * kThreads <= kAll || i * kThreads + threadIdx.x < kAll;
@@ -233,7 +244,7 @@ struct GemmInt8 {
   };
 
   // The same in registers, of which a warp has more to spare if it shares k with others, or if
-  // there are two blocks; those blocks need their shared memory.
+  // there are two blocks; those blocks need their shared memory, and their pointers advance.
   template <int Count>
   struct KeptSources {
     static constexpr int kPairs = 0;
@@ -244,6 +255,10 @@ struct GemmInt8 {
     __device__ __forceinline__ void load(const uint8_t* (&source)[Count], uint32_t) const {
 #pragma unroll
       for (int i = 0; i < Count; ++i) source[i] = all[i];
+    }
+    __device__ __forceinline__ void advance(uint32_t bytes) {
+#pragma unroll
+      for (int i = 0; i < Count; ++i) all[i] += bytes;
     }
   };
   template <int Count>
@@ -260,12 +275,13 @@ struct GemmInt8 {
     using Loaded = const uint8_t* [kSources];
     Sources<kSources> from;
     static constexpr int kSourcePairs = Sources<kSources>::kPairs;
-    uint32_t to;  // the first chunk's place in a slot
+    uint32_t to[Base::kOfOne];  // places of the first chunks in a slot
 
     __device__ RowCopy(uint32_t sources, const uint8_t* tile, int present, int row_bytes)
         : from(sources) {
       const int first = Base::row(), part = Base::part();
-      to = kept(chunk_place<RowBytes>(first, Base::chunk()) + part * Rows * RowBytes);
+      to[0] = kept(chunk_place<RowBytes>(first, Base::chunk()) + part * Rows * RowBytes);
+      if constexpr (Base::kOfOne == 2) to[1] = kept(to[0] ^ Base::kInRow * 16);
 #pragma unroll
       for (int i = 0; i < kSources; ++i) {
         const int row = Permuted ? row_of(first) + row_of(Base::row(i)) : first + Base::row(i);
@@ -284,14 +300,15 @@ struct GemmInt8 {
     __device__ __forceinline__ void copy(const Loaded& all, uint32_t slot, int left,
                                          const uint8_t* safe) const {
 #pragma unroll
-      for (int i = 0; i < kSources; ++i) {
+      for (int chunk = 0; chunk < kSources * Base::kOfOne; ++chunk) {
+        const int i = chunk / Base::kOfOne, j = chunk % Base::kOfOne, more = j * Base::kInRow * 16;
         const uint8_t* source = all[i];
         if (!Base::has(i)) return;
         const uint32_t there =
-            slot + to + Base::row(i) * RowBytes + Base::part(i) * Rows * RowBytes;
-        const int at = (Base::part() + Base::part(i)) * RowBytes + Base::chunk() * 16;
+            slot + to[j] + Base::row(i) * RowBytes + Base::part(i) * Rows * RowBytes;
+        const int at = (Base::part() + Base::part(i)) * RowBytes + Base::chunk() * 16 + more;
         const bool live = !kTail || at < left;
-        source = live ? source + Ahead : safe;
+        source = live ? source + (Ahead + more) : safe;
         if constexpr (Copied == 16) {
           ptx::copy_async_16(there, source, live ? 16 : 0);
         } else {
@@ -340,10 +357,12 @@ struct GemmInt8 {
   };
 
   // What lies side by side for all rows of a tile, for each block or group: heads and factors of
-  // activations. `Unit` bytes at a time: 16, or 4 that become columns of four groups.
+  // activations. `Unit` bytes at a time: 16, or 4 that become columns of four groups. Of the latter
+  // a kept pointer serves two, half a part apart: a part has places for whole tiles.
   template <int Bytes, int Parts, int Unit, bool Apart = false>
   struct SideCopy {
-    static constexpr int kInPart = Bytes / Unit, kAll = Parts * kInPart;
+    static constexpr int kOfOne = kKept && Unit == 4 ? 2 : 1;
+    static constexpr int kInPart = Bytes / Unit / kOfOne, kAll = Parts * kInPart;
     static constexpr int kCount = (kAll + kThreads - 1) / kThreads;
     static_assert(Unit == 16 || kThreads % kInPart == 0);
     using Loaded = const uint8_t* [kCount];
@@ -354,7 +373,7 @@ struct GemmInt8 {
     static __device__ int part(int i) { return (i * kThreads + threadIdx.x) / kInPart; }
     static __device__ int unit(int i) { return (i * kThreads + threadIdx.x) % kInPart; }
     static constexpr __host__ __device__ int column(int part) {
-      return part / 4 * kInPart * 16 + part % 4 * 4;
+      return part / 4 * kOfOne * kInPart * 16 + part % 4 * 4;
     }
 
     __device__ SideCopy(uint32_t sources, const void* tile, int present_bytes, int64_t stride)
@@ -370,7 +389,7 @@ struct GemmInt8 {
                                          const uint8_t* safe) const {
 #pragma unroll
       for (int i = 0; i < kCount; ++i) {
-        const uint8_t* source = ptx::address_of(loaded[i], index, stride);
+        const uint8_t* source = kKept ? loaded[i] : ptx::address_of(loaded[i], index, stride);
         const bool live = !kTail || part(i) < left;
         const int more = Unit == 16 ? i * kThreads * 16 : column(i * kThreads / kInPart);
         if (kTail && !live) source = safe;
@@ -383,7 +402,10 @@ struct GemmInt8 {
         else if constexpr (Unit == 16)
           ptx::copy_async_16(slot + mine + more, source, live ? 16 : 0);
         else
-          ptx::copy_async_4(slot + column_to + more, source, live ? 4 : 0);
+#pragma unroll
+          for (int j = 0; j < kOfOne; ++j)
+            ptx::copy_async_4(slot + column_to + more + j * kInPart * 16, source + j * kInPart * 4,
+                              live ? 4 : 0);
       }
     }
   };
@@ -395,6 +417,7 @@ struct GemmInt8 {
     static __device__ void go(Loaded&, uint32_t) {}
     struct {
       __device__ void load(Loaded&, uint32_t) const {}
+      __device__ void advance(uint32_t) {}
     } from;
     __device__ None(uint32_t, const uint8_t*, int, int) {}
     __device__ None(uint32_t, const void*, int, int64_t) {}
@@ -477,6 +500,9 @@ struct GemmInt8 {
     __device__ __forceinline__ void load(Rows& rows, int index) const {
       raw.from.load(rows.raw, mine), high.from.load(rows.high, mine);
       x.from.load(rows.x, mine);
+      go(rows, index);
+    }
+    static __device__ __forceinline__ void go(Rows& rows, int index) {
       RawCopy::template go<kTurns * Split * Of::kRaw>(rows.raw, index);
       HighCopy::template go<Of::kHighWhole ? kHighStep : kTurns * kHighStep>(rows.high, index);
       ActivationCopy::template go<kTurns * Split * 128>(rows.x, index);
@@ -484,6 +510,18 @@ struct GemmInt8 {
     __device__ __forceinline__ void load(Sides& sides) const {
       head0.from.load(sides.head0, mine), head1.from.load(sides.head1, mine);
       scales.from.load(sides.scales, mine), sums.from.load(sides.sums, mine);
+    }
+
+    // Kept pointers, from what turn `Half` of a super-block copies to what the turn after it does.
+    template <int Half>
+    __device__ __forceinline__ void advance(Rows& rows, const Params& p) {
+      scales.from.advance(Split * kGroups * 8 * p.stride);
+      sums.from.advance(Split * kGroups * 4 * p.stride);
+      if constexpr (Half == kTurns - 1) {
+        go(rows, 1);
+        head0.from.advance(kSlotBlocks * kHead0Row * p.n);
+        head1.from.advance(kSlotBlocks * kHead1Row * p.n);
+      }
     }
 
     // `Half`: which turn of its super-block this is; 2: the first of the next one's, and the
@@ -497,6 +535,7 @@ struct GemmInt8 {
       if constexpr (Of::kHigh > 0)
         high.template copy<Of::kHighWhole ? Half / 2 * kHighStep : Half * Of::kHigh>(
             rows.high, slot + kRawBytes, row_bytes_of<1>(place) - turn * kHighStep, p.w);
+      if constexpr (kOnce && Half == 1) return;
       const int index = turn / kTurns, left = place.row_blocks - index * kSlotBlocks;
       const uint32_t heads = slot + kRawBytes + kHighBytes;
       head0.copy(from.head0, mine, heads, index, kSlotBlocks * kHead0Row * p.n, left, p.w);
@@ -581,20 +620,26 @@ struct GemmInt8 {
   // Where registers are left, every other is left out: each is an instruction, and loads wait less.
   static __device__ __forceinline__ void fence() { __syncwarp(); }
 
-  // The same between groups. `kBranches`: ptxas must believe that M may be 0, and then moves
-  // nothing over the branch.
+  // The same after group G. `kBranches`: ptxas must believe that M may be 0, and then moves nothing
+  // over the branch, of which two suffice for super-blocks.
+  template <int G>
   static __device__ __forceinline__ void fence_group(uint4& magic, const float* own) {
-    if constexpr (kBranches) {
+    if constexpr (kBranches && (!Of::kSuper || G % 2 == 0)) {
       magic = ptx::load_shared(ptx::shared_address(own));
       if (magic.x == 0) ptx::trap();
-    } else {
-      fence();
     }
+    if constexpr (!kKept) fence();
   }
 
-  // One step of a warp; `half` of the super-block, if there is one.
+  // Scales and mins of a row in a step.
+  struct Scales {
+    float scales[kScales], mins[kGroups];
+  };
+
+  // One step of a warp; `half` of the super-block, if there is one. `second` (`kOnce`): scales of
+  // its second half, which the first one makes.
   static __device__ __forceinline__ void multiply(Accumulators& acc, Smem& s, const Lane& at,
-                                                  int slot, int half) {
+                                                  int slot, int half, Scales& second) {
     const uint32_t w_slot = slot * kW, x_slot = slot * kX, f_slot = slot * kFactors;
     float* own = s.own[threadIdx.x / 32];
     // Without a load ptxas makes M anew in the registers of each mma's result, for sm_80 at least;
@@ -607,8 +652,12 @@ struct GemmInt8 {
       const uint8_t* head0 = s.w[0] + w_slot + kRawBytes + kHighBytes + block * BN * kHead0Row;
       const uint8_t* head1 = s.w[0] + w_slot + kW - kHead1Bytes + block * BN * kHead1Row;
       const int row = at.warp_row + at.lane;
-      float scales[kScales], mins[kGroups];
-      Of::scales(scales, mins, head0, head1, BN, row, half, magic.x);
+      Scales mine = second;
+      if (!kOnce || half == 0)
+        Of::scales(mine.scales, mine.mins, head0, head1, BN, row, half, magic.x);
+      if (kOnce && half == 0)
+        Of::scales(second.scales, second.mins, head0, head1, BN, row, 1, magic.x);
+      const auto& [scales, mins] = mine;
 #pragma unroll
       for (int i = 0; i < kScales; i += kBeside) {
         float* there = own + kScalesPlace + i * 32 + at.lane * kBeside;
@@ -646,11 +695,11 @@ struct GemmInt8 {
     float w[2][4];
     if constexpr (!kKept) fence();
     group<0>(acc, at, raw, w, mine, products, magic, minus, w_slot, x_slot, f_slot, half);
-    fence_group(magic, own);
+    fence_group<0>(magic, own);
     group<1>(acc, at, raw, w, mine, products, magic, minus, w_slot, x_slot, f_slot, half);
-    fence_group(magic, own);
+    fence_group<1>(magic, own);
     group<2>(acc, at, raw, w, mine, products, magic, minus, w_slot, x_slot, f_slot, half);
-    fence_group(magic, own);
+    fence_group<2>(magic, own);
     group<3>(acc, at, raw, w, mine, products, magic, minus, w_slot, x_slot, f_slot, half);
   }
 
@@ -773,8 +822,9 @@ struct GemmInt8 {
     const uint32_t x = ptx::shared_address(s.x), w = ptx::shared_address(s.w);
     const uint32_t factors = ptx::shared_address(s.factors);
     constexpr int kSlot = Split * quant::kStep;  // columns of k
-    const Copies copies(p, place, ptx::shared_address(s.sources) + 16);
+    Copies copies(p, place, ptx::shared_address(s.sources) + 16);
     constexpr int kAhead = Stages - 1;
+    static_assert(!kKept || Stages <= 2, "pointers are one slot ahead");
     static_assert(Copies::kTurns == 1 || Stages <= 2, "a slot is always the same half");
     // Weights, which no kernel writes, need not wait for the kernel before.
 #pragma unroll
@@ -786,6 +836,8 @@ struct GemmInt8 {
         copies.template copy_weights<0>(rows, sides, p, place, turn, w + turn * kW);
     }
     ptx::dependency_wait();
+    typename Copies::Rows kept;  // what is copied next, if pointers are kept
+    if constexpr (kKept) copies.load(kept, 0);
 #pragma unroll
     for (int turn = 0; turn < kAhead; ++turn) {
       typename Copies::Rows rows;
@@ -795,18 +847,21 @@ struct GemmInt8 {
         copies.template copy_activations<0>(rows, sides, p, turn, x + turn * kX,
                                             factors + turn * kFactors);
       ptx::copy_async_commit();  // the first group has all of these weights
+      if constexpr (kKept) copies.template advance<0>(kept, p);
     }
 
     if (threadIdx.x % 32 < kScalesPlace)
       s.own[threadIdx.x / 32][threadIdx.x % 32] = __int_as_float(kM);
     const Lane at(s);
     Accumulators acc = {};
+    Scales second;
     const auto turn_of = [&](int turn, int slot, int next, int half, auto copied_half,
                              const typename Copies::Rows* held) {
       if constexpr (Stages > 1) ptx::copy_async_wait<(Stages > 1 ? Stages - 2 : 0)>();
       __syncthreads();
       constexpr int kHalf = decltype(copied_half)::value;
-      if ((turn + kAhead) * kSlot < p.k) {
+      // Where there is the first half of a super-block, there is the second.
+      if ((kKept && kHalf == 1) || (turn + kAhead) * kSlot < p.k) {
         typename Copies::Rows rows;
         typename Copies::Sides sides;
         if (!held) copies.load(rows, (turn + kAhead) / Copies::kTurns - kHalf / 2);
@@ -816,28 +871,28 @@ struct GemmInt8 {
         copies.template copy_activations<kHalf>(held ? *held : rows, sides, p, turn + kAhead,
                                                 x + next * kX, factors + next * kFactors);
       }
+      if constexpr (kKept) copies.template advance<kHalf>(kept, p);
       ptx::copy_async_commit();
       if constexpr (Stages == 1) {
         ptx::copy_async_wait<0>();
         __syncthreads();
       }
-      multiply(acc, s, at, slot, half);
+      multiply(acc, s, at, slot, half, second);
     };
+    const typename Copies::Rows* held = kKept ? &kept : nullptr;
     if constexpr (Copies::kTurns == 2) {
 #pragma unroll 1
       for (int turn = 0; turn * kSlot < p.k; turn += 2) {
-        typename Copies::Rows rows;
-        if constexpr (kKept) copies.load(rows, turn / 2);
-        const auto* held = kKept ? &rows : nullptr;
+        constexpr int kNext = kKept ? (1 + kAhead) % 2 : 1 + kAhead;
         turn_of(turn, 0, kAhead, 0, std::integral_constant<int, kAhead>(), held);
-        turn_of(turn + 1, kAhead, 0, 1, std::integral_constant<int, 1 + kAhead>(), held);
+        turn_of(turn + 1, kAhead, 0, 1, std::integral_constant<int, kNext>(), held);
       }
     } else {
       int slot = 0, next = kAhead;
 #pragma unroll 1
       for (int turn = 0; turn * kSlot < p.k; ++turn) {
         turn_of(turn, slot, next, (turn * Split + at.part) % 2, std::integral_constant<int, 0>(),
-                nullptr);
+                held);
         slot = slot + 1 == Stages ? 0 : slot + 1;
         next = next + 1 == Stages ? 0 : next + 1;
       }

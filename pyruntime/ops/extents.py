@@ -2,7 +2,8 @@
 
 Kernels read the last row in place of those that a tile lacks, and copy nothing from past the end of
 k. So an extent depends on no tile, but for one thing: what copies scales to shared memory reads 16
-bytes at a time, of two rows. Fewer live rows than `rows` reach no further.
+bytes at a time, of two rows, and sums of as many rows as a stride is rounded to. Fewer live rows
+than `rows` reach no further.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from pyruntime.driver.memory import DeviceArray
-from pyruntime.ops.quantize import GROUP
+from pyruntime.ops.quantize import GROUP, STRIDE
 
 WORD = 4  # bytes of the count of rows, and of the word for overflows
 SUMMED = frozenset({"q4_1", "q5_1", "q4_k", "q5_k"})  # types with a min for each group of k
@@ -20,13 +21,14 @@ def plane_extents(rows: int, k: int, stride: int, *, together: int = 1) -> dict[
     """Of the arrays of a plane (`quantize.Plane`).
 
     Args:
-        together: rows whose scales are read at a time.
+        together: rows whose scales are read at a time; if several, sums are of `STRIDE` rows.
     """
+    summed = STRIDE if together > 1 else 1
     before = (k // GROUP - 1) * stride  # places of the groups before the last
     return {
         "q": rows * k,
         "scales": (before + -(-rows // together) * together) * 8,
-        "sums": (before + rows) * 4,
+        "sums": (before + -(-rows // summed) * summed) * 4,
     }
 
 
