@@ -20,8 +20,9 @@
 // waits than two do: what only copies need is kept in shared memory for that. Where there are two,
 // it is kept in registers, and two blocks of most types fit the 100 KB of sm_86, 89 and 120.
 //
-// A slot of the ring holds Split steps of 128 elements. Rows past n or m are not copied: what
-// shared memory holds there only gets into results that are not stored. Columns past k are zeros.
+// A slot of the ring holds Split steps of 128 elements. Rows past n or m are not copied, or others
+// in their place: what shared memory holds there only gets into results that are not stored.
+// Columns past k are zeros.
 //
 // Before it waits for the kernel before it, a block reads the count of live rows and weights only.
 //

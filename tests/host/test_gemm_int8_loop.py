@@ -20,9 +20,9 @@ from pyruntime.errors import ToolError
 # copies, loads, unpacking and the fold's 8 FFMA, of sm_100 4 of pairs. A bound is what ptxas 13.0
 # makes, rounded up. Of sm_120 a warp has half the tokens where there are scales for 16 weights.
 SLOTS = {
-    "int8_q4_k_m64_n128_k1_s2_b3": {"80": 12.3, "90a": 12.9, "100": 8.7, "120": 12.6},
+    "int8_q4_k_m64_n128_k1_s2_b3": {"80": 12.0, "90a": 12.9, "100": 8.7, "120": 12.0},
     "int8_q4_k_m64_n128_k1_s2_b2": {"90a": 12.6},
-    "int8_q6_k_m64_n128_k1_s2_b3": {"80": 11.5, "90a": 11.8, "100": 7.7, "120": 13.6},
+    "int8_q6_k_m64_n128_k1_s2_b3": {"80": 11.4, "90a": 11.8, "100": 7.7, "120": 13.6},
     "int8_q6_k_m64_n128_k1_s2_b2": {"90a": 11.7},
     "int8_wide_q4_k_m128_n128_k1_s2_b2": {"90a": 12.0},
     "int8_wide_q6_k_m128_n128_k1_s2_b2": {"90a": 10.7},
