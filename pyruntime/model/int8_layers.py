@@ -87,9 +87,9 @@ class Int8Layers(Layers):
     memo: PlaneMemo = field(default_factory=PlaneMemo)
 
     def __post_init__(self) -> None:
-        """Products copy the scales of two rows at once: what is beside the last one is zeros."""
+        """Products copy what belongs to rows that are not live, too (`extents`): it is zeros."""
         for name, array in self.activations.items():
-            if name.endswith("_scales"):
+            if name.endswith(("_scales", "_sums")):
                 array.fill(0)
 
     def enter(self, p: Program, rows: Working) -> None:
