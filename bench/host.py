@@ -21,7 +21,8 @@ where replays follow one another, as in a service at work, is measured by itself
 the milliseconds that such a replay waits, the caches turn to other things, too. So there is the
 same of a model of two small layers ("hot"): the GPU is done with it at once, and it is with small
 models that the host counts. As a machine may be slow as a whole, at times, the lowest tenth is
-shown besides the median.
+shown besides the median, and what the same calls of the driver take by themselves, in turn with
+the replays: what is above that is ours.
 
 Apart from these, as watching takes time: how long each function of the driver takes in a prefill,
 also where the result before is held, so that the logits lie elsewhere; what a launch takes, as a
@@ -60,8 +61,9 @@ from pyruntime.measure.series import REGIMES
 
 LENGTHS = (1, 16, 128, 512)
 ROUNDS, CALLS = 21, 1000
-ROW, WARM_UP = 200, 20  # replays in a row, and those before
+ROW, SPELLS, WARM_UP = 200, 10, 20  # replays in a row, the spells they come in, and those before
 WAYS = ("off", "auto")
+MEMORY = "cuMemAlloc", "cuMemFree"  # calls that no replay should need
 PARTS = ("before_us", "allocation_us", "enqueue_us", "wait_us", "after_us", "drop_us")
 BESIDE = ("cpu_us", "cpu_without_wait_us", "gpu_ms", "wall_ms")
 
@@ -102,11 +104,17 @@ class Watch:
 
 
 class Timed:
-    """The module of the driver; `spent` has the seconds of each call, by function."""
+    """The module of the driver.
+
+    Attributes:
+        spent: the seconds of each call, by function.
+        made: the calls, in their order: the name of the function, itself, and what it was given.
+    """
 
     def __init__(self, driver: Any) -> None:
         self._driver = driver
         self.spent: dict[str, list[float]] = {}
+        self.made: list[tuple[str, Callable[..., Any], tuple[Any, ...]]] = []
 
     def __getattr__(self, name: str) -> Any:
         thing = getattr(self._driver, name)
@@ -117,6 +125,7 @@ class Timed:
             began = time.perf_counter()
             answer = thing(*args)
             self.spent.setdefault(name, []).append(time.perf_counter() - began)
+            self.made.append((name, thing, args))
             return answer
 
         setattr(self, name, timed)
@@ -160,33 +169,50 @@ def call(engine: Engine, ids: Any, watch: Watch, rest: float) -> dict[str, float
 def in_a_row(engine: Engine, ids: Any, calls: int) -> dict[str, Any]:
     """What so many replays, one right after the other, take the host, each result dropped at once.
 
+    They come in spells, in turn with spells of the same calls of the driver without anything else.
+
     Returns: for each call `wait_us`, until the stream is done, and `host_us`, all the rest of it;
-    `cpu_us`: CPU time of the thread for a call on average, the waits included (the driver spins).
+    `cpu_us`: CPU time of the thread for a call on average, the waits included (the driver spins);
+    `driver_us`: of the calls of the driver by themselves, but for the wait.
     """
     wait: Callable[[Stream, float | None], bool] = Stream.finish
-    waits, totals = [], []
+    found: dict[str, Any] = {"host_us": [], "wait_us": [], "cpu_us": 0.0, "driver_us": []}
 
     def timed(stream: Stream, seconds: float | None = None) -> bool:
         began = time.perf_counter()
         done = wait(stream, seconds)
-        waits.append(time.perf_counter() - began)
+        found["wait_us"].append(1e6 * (time.perf_counter() - began))
         return done
 
-    with patch.object(Stream, "finish", timed):
-        for _ in range(WARM_UP):
-            engine.prefill(ids)
-        waits.clear()
-        cpu = time.thread_time()
-        for _ in range(calls):
-            began = time.perf_counter()
-            engine.prefill(ids)
-            totals.append(time.perf_counter() - began)
-        cpu = time.thread_time() - cpu
-    return {
-        "host_us": [1e6 * (t - w) for t, w in zip(totals, waits, strict=True)],
-        "wait_us": [1e6 * w for w in waits],
-        "cpu_us": 1e6 * cpu / calls,
-    }
+    for _ in range(WARM_UP):
+        engine.prefill(ids)
+    with timed_driver() as watched:
+        engine.prefill(ids)
+    for _ in range(SPELLS):
+        with patch.object(Stream, "finish", timed):
+            cpu = time.thread_time()
+            for at in range(len(found["host_us"]), len(found["host_us"]) + calls // SPELLS):
+                began = time.perf_counter()
+                engine.prefill(ids)
+                ended = time.perf_counter()
+                found["host_us"].append(1e6 * (ended - began) - found["wait_us"][at])
+            found["cpu_us"] += 1e6 * (time.thread_time() - cpu) / calls
+        found["driver_us"] += [1e6 * bare(watched) for _ in range(calls // SPELLS)]
+    return found
+
+
+def bare(watched: Timed) -> float:
+    """Makes the calls that were watched again; the seconds that they take but for the wait."""
+    calls = [call for call in watched.made if not call[0].startswith(MEMORY)]
+    waited, began = 0.0, time.perf_counter()
+    for name, function, args in calls:
+        if name == "cuStreamSynchronize":
+            since = time.perf_counter()
+            function(*args)
+            waited += time.perf_counter() - since
+        else:
+            function(*args)
+    return time.perf_counter() - began - waited
 
 
 def hot(path: Path, prompts: dict[int, Any], weights: str) -> dict[str, Any]:
@@ -274,7 +300,7 @@ def steady(engine: Engine, ids: Any, calls: int) -> dict[str, Any]:
         after, _ = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     del result
-    memory = {n: count for n, count in made.items() if n.startswith(("cuMemAlloc", "cuMemFree"))}
+    memory = {n: count for n, count in made.items() if n.startswith(MEMORY)}
     return {"calls": calls, "device_memory_calls": memory, "growth_bytes": after - before}
 
 
@@ -339,11 +365,12 @@ def measure(
 
 def row_text(found: dict[str, Any]) -> str:
     """What `in_a_row` found."""
-    host, wait = (np.percentile(found[name], (50, 10)) for name in ("host_us", "wait_us"))
+    names = ("host_us", "driver_us", "wait_us")
+    host, driver, wait = (np.percentile(found[name], (50, 10)) for name in names)
     return (
         f"{len(found['host_us'])} replays in a row: {host[0]:.1f} us of the host for one (lowest "
-        f"tenth {host[1]:.1f}), and {wait[0]:.1f} us of waiting; {found['cpu_us']:.1f} us of CPU "
-        "for both"
+        f"tenth {host[1]:.1f}), the driver's calls alone {driver[0]:.1f} ({driver[1]:.1f}); "
+        f"{wait[0]:.1f} us of waiting, {found['cpu_us']:.1f} us of CPU with that"
     )
 
 
