@@ -10,7 +10,7 @@ from pyruntime.driver.library import Library
 from pyruntime.driver.memory import DeviceArray
 from pyruntime.driver.program import Program
 from pyruntime.driver.stream import Stream
-from pyruntime.model.batch import Batch
+from pyruntime.model.batch import NONE
 from pyruntime.model.batch import Prompt as Part
 from pyruntime.model.live import LiveBlock
 from pyruntime.ops.attention import attention
@@ -42,13 +42,9 @@ class Prompt:
         maps = DeviceArray(library.device, *MAPS_LAYOUT).upload(key_maps(library, k, v))
         self._arrays = (k, v, maps)
         addresses = tuple(array.ptr for array in self._arrays)
-        cache = SimpleNamespace(
-            length=0, capacity=self._rows, stride=self._rows, addresses=addresses
-        )
+        cache = SimpleNamespace(stride=self._rows, addresses=addresses)
         self._block, ids = LiveBlock(library.device, self._rows), np.zeros(self._rows, np.int32)
-        batch = Batch([Part(ids, cache)])
-        batch.begin(lambda cache: None)
-        self._block.fill(batch, batch.kept)
+        self._block.fill([Part(ids, cache)], [0], NONE)
         with library.device.current():
             self._block.upload(stream)
         self._workspace = Workspace(

@@ -464,7 +464,7 @@ class GpuModel:
             with self._at_work:
                 staging = self._decoder.staging
                 staged = None if staging is None else self._staged(batch, staging)
-                self._decoder.live.fill(batch, form.gathered(batch), staged)
+                self._decoder.live.fill(batch.prompts, batch.starts, form.gathered(batch), staged)
                 self._decoder.live.upload(self._stream)
                 yield launches, self._stream
                 self._settle()
@@ -494,7 +494,8 @@ class GpuModel:
         """
         decoder, replayer = self._decoder, self._replayer
         staged = None if decoder.staging is None else self._staged(batch, decoder.staging)
-        decoder.live.fill(batch, recorded.shape.gathered(batch), staged)
+        rows = recorded.shape.gathered(batch)
+        decoder.live.fill(batch.prompts, batch.starts, rows, staged)
         wanted = 0 if headless else len(batch.logits)
         with self._current:
             enqueued = time.perf_counter()

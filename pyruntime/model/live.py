@@ -17,7 +17,7 @@ import numpy as np
 from pyruntime.driver.device import Device
 from pyruntime.driver.memory import DeviceArray, PinnedBuffer
 from pyruntime.driver.stream import Stream
-from pyruntime.model.batch import Batch, Rows, ascending
+from pyruntime.model.batch import Prompt, Rows, ascending
 from pyruntime.model.cache import Positions
 from pyruntime.model.scores import GREEDY
 
@@ -83,22 +83,29 @@ class LiveBlock:
         self._wanted: Rows | None = None
         self._positions[:], self._sequence_of[:] = ascending(0, max_tokens), 0
 
-    def fill(self, batch: Batch, wanted: Rows, staged: Sequence[Positions] | None = None) -> None:
+    def fill(
+        self,
+        prompts: Sequence[Prompt],
+        starts: Sequence[int],
+        wanted: Rows,
+        staged: Sequence[Positions] | None = None,
+    ) -> None:
         """Writes the host's block for a pass. It is reused: the last upload must be over.
 
         Args:
+            starts: what is cached before each prompt.
             wanted: the rows that the pass gathers.
             staged: for e4m3 caches what attention reads of each: one layer, widened.
         """
         host, at, said = self._bytes, self._ids_at, None
-        if len(batch.prompts) == 1 and staged is None:
-            cache = batch.prompts[0].cache
-            said = batch.rows, batch.starts[0], len(wanted), cache.stride, cache.addresses
+        if len(prompts) == 1 and staged is None:
+            cache = prompts[0].cache
+            said = len(prompts[0].ids), starts[0], len(wanted), cache.stride, cache.addresses
         if said is None or said != self._said:
-            self._describe(batch, len(wanted), staged)
+            self._describe(prompts, starts, len(wanted), staged)
             self._said = said
         self._words[3] = NO_OVERFLOW
-        for prompt in batch.prompts:
+        for prompt in prompts:
             ids = prompt.ids.tobytes()
             host[at : at + len(ids)] = ids
             at += len(ids)
@@ -106,13 +113,16 @@ class LiveBlock:
             self._wanted_rows[: len(wanted)] = wanted
             self._wanted = wanted
 
-    def _describe(self, batch: Batch, wanted: int, staged: Sequence[Positions] | None) -> None:
+    def _describe(
+        self,
+        prompts: Sequence[Prompt],
+        starts: Sequence[int],
+        wanted: int,
+        staged: Sequence[Positions] | None,
+    ) -> None:
         """Writes all but ids, the rows that are wanted and the overflow."""
-        host, prompts, last, self._said = self._bytes, batch.prompts, 0, None
-        _COUNTS.pack_into(host, 0, batch.rows, len(prompts), wanted)
-        if batch.rows > self._single or len(prompts) > 1 or not batch.fresh:
-            self._place(batch)
-        for i, (prompt, start) in enumerate(zip(prompts, batch.starts, strict=True)):
+        host, last, self._said = self._bytes, 0, None
+        for i, (prompt, start) in enumerate(zip(prompts, starts, strict=True)):
             first, rows, cache = last, len(prompt.ids), prompt.cache
             last += rows
             if staged is not None:
@@ -121,15 +131,18 @@ class LiveBlock:
                 cache = staged[i]
             at = _HEADER_BYTES + i * _SEQUENCE.size
             _SEQUENCE.pack_into(host, at, first, rows, start, cache.stride, *cache.addresses)
+        _COUNTS.pack_into(host, 0, last, len(prompts), wanted)
+        if last > self._single or len(prompts) > 1 or starts[0]:
+            self._place(prompts, starts)
 
-    def _place(self, batch: Batch) -> None:
+    def _place(self, prompts: Sequence[Prompt], starts: Sequence[int]) -> None:
         """Writes the position of each row, and whose it is."""
         self._single = last = 0
-        for i, (prompt, start) in enumerate(zip(batch.prompts, batch.starts, strict=True)):
+        for i, (prompt, start) in enumerate(zip(prompts, starts, strict=True)):
             first, last = last, last + len(prompt.ids)
             self._positions[first:last] = ascending(start, start + last - first)
             self._sequence_of[first:last] = i
-        if len(batch.prompts) == 1 and batch.fresh:
+        if len(prompts) == 1 and not starts[0]:
             self._single = last
 
     def upload(self, stream: Stream) -> None:

@@ -6,7 +6,7 @@ import multiprocessing
 import struct
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -17,7 +17,7 @@ from fake_driver import FakeDriver
 from pyruntime import Engine
 from pyruntime.driver.program import Launch
 from pyruntime.errors import EngineError, OutOfMemoryError
-from pyruntime.model.batch import Batch
+from pyruntime.model.batch import Prompt
 from pyruntime.model.decoder import Shape
 from pyruntime.model.live import LiveBlock
 
@@ -189,9 +189,9 @@ def test_threads_share_an_engine_without_a_cache_on_a_gpu(
     starts: list[int] = []
     fill = LiveBlock.fill
 
-    def noted(block: LiveBlock, batch: Batch, *args: Any, **more: Any) -> None:
-        starts.append(batch.prompts[0].cache.length)
-        fill(block, batch, *args, **more)
+    def noted(block: LiveBlock, prompts: Sequence[Prompt], *args: Any) -> None:
+        starts.append(prompts[0].cache.length)
+        fill(block, prompts, *args)
 
     monkeypatch.setattr(LiveBlock, "fill", noted)
     run_threads(*[lambda: [engine.prefill([1] * 64) for _ in range(20)]] * 3)
