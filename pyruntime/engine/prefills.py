@@ -189,6 +189,8 @@ class Prefills:
         with model.turns.turn(deadline):
             if self._closed:
                 self._check_closed()
+            if not reuse and self._replay(asked, step, deadline):
+                return {"gpu": model.gpu_seconds}
             longest = calls.check_room(
                 model, asked, self.config.context_length, most=self._kv_limit, reuse=reuse
             )
@@ -200,6 +202,30 @@ class Prefills:
                 model, asked, step, rows=self.max_tokens, scratch=scratch, deadline=deadline
             )
         return {"gpu": seconds} if seconds else {}
+
+    def _replay(self, asked: Sequence[Call], step: calls.Step, deadline: Deadline) -> bool:
+        """Makes the only pass of the only call, in its turn, if the model has a graph of all of it.
+
+        False if it has none, or if there is anything else to do: then nothing has been done.
+        """
+        call, greedy = asked[0], step is calls.greedy
+        if len(asked) > 1 or len(call.hidden) or not (greedy or step is calls.prefill):
+            return False
+        if deadline.timeout and deadline.left() == 0:
+            return False
+        cache = call.given
+        if cache is None:
+            call.cache = cache = self._cache
+            if cache is None:
+                return False
+            cache.clear()
+        elif getattr(cache, "owner", None) is not self._model or cache.closed:
+            return False
+        room = self.config.context_length - cache.length
+        if len(call.ids) <= room and self._model.replay(call, greedy=greedy):
+            return True
+        call.cache = call.given
+        return False
 
     def warm(
         self,

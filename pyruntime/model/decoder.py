@@ -89,6 +89,7 @@ class Shape(NamedTuple):
         return whole if kept <= most and kept < rows else whole.with_all()
 
     @classmethod
+    @lru_cache(1024)
     def single(
         cls, rows: int, max_tokens: int, kept: int = 1, fresh: bool = True, greedy: bool = False
     ) -> Shape:

@@ -31,6 +31,7 @@ from pyruntime.errors import (
 from pyruntime.model import int8_layers, pipeline
 from pyruntime.model.batch import Batch, Output, whole_regions
 from pyruntime.model.cache import Cache, Region
+from pyruntime.model.calls import Call
 from pyruntime.model.config import ModelConfig
 from pyruntime.model.decoder import PASSES, Decoder, Piece, Shape
 from pyruntime.model.footprint import cache_bytes, plan, tell_choice, tell_fp16
@@ -375,6 +376,48 @@ class GpuModel:
                 return Output(None, sums, self._decoder.live.likeliest)
         return Output(out, sums)
 
+    def replay(self, call: Call, *, greedy: bool = False) -> bool:
+        """`run` of a call whose only pass is a graph as a whole; `call.found` is what it gives.
+
+        False where there is no such graph, or anything else to the pass, which `run` sees to or
+        refuses: then nothing has been done. No hidden states are wanted, the turn is the caller's,
+        and the cache is an open one of this model.
+
+        Raises: NumericalError, CudaError, OutOfMemoryError, WaitTimeoutError as `run`.
+        """
+        underway, decoder = self._underway, self._decoder
+        if underway.streams or self._lost or not self._open or decoder.staging is not None:
+            return False
+        cache, rows = call.cache, call.logits
+        start, count, kept = cache.length, len(call.ids), len(rows)
+        if start + count > cache.capacity or count > self.max_tokens:
+            return False
+        form = Shape.single(count, self.max_tokens, kept, not start, greedy)
+        recorded, out = decoder.recorded(form), None
+        if recorded.whole is None:
+            return False
+        try:
+            underway.begin(self._streams, call)
+            decoder.live.fill([call], [start], rows)
+            with self._current:
+                enqueued = time.perf_counter()
+                if kept:
+                    out = self._logits(kept)
+                    underway.hold(out)
+                replayed = self._replayer.replay(recorded, out)
+                if replayed:
+                    self._ended(enqueued)
+            underway.end()
+        except BaseException as error:
+            self._at_work.fail(error)
+            if isinstance(error, CudaError):
+                self._note(error)
+            raise
+        if replayed:
+            cache.append(call.ids, start)
+            call.found = decoder.live.likeliest if greedy else out
+        return replayed
+
     def score(
         self, batch: Batch, targets: Targets, *, most_bytes: int, top: int = 1
     ) -> TokenScores:
@@ -511,13 +554,22 @@ class GpuModel:
                 replayed = replayer.replay(recorded, out if wanted else None)
             if not replayed:
                 out = self._in_parts(batch, recorded, wanted, out, after)
-            self._wait()
-            self.host_span = enqueued, time.perf_counter()
-            self.gpu_seconds = replayer.ended.elapsed(replayer.started) / 1e3
+            self._ended(enqueued)
+        return out
+
+    def _ended(self, enqueued: float) -> None:
+        """Waits for a pass whose first enqueue was then, and looks what it left.
+
+        Raises: NumericalError; WaitTimeoutError: the turn's time ran out.
+        """
+        deadline, replayer, decoder = self.turns.deadline, self._replayer, self._decoder
+        if not self._stream.finish(None if deadline is NEVER else deadline.work_left()):
+            raise deadline.over("the GPU was still at work on a pass")
+        self.host_span = enqueued, time.perf_counter()
+        self.gpu_seconds = replayer.ended.elapsed(replayer.started) / 1e3
         if (site := decoder.live.overflow_site) != NO_OVERFLOW:
             where = decoder.layers.site_name(site)
             raise NumericalError(f"{where} holds a value beyond fp16's ±65504 or a NaN")
-        return out
 
     def _in_parts(
         self,
@@ -544,13 +596,14 @@ class GpuModel:
     def _go_on(self, heads: Iterable[Pass]) -> None:
         """More of what comes after the body of the last pass; waits for it."""
         stream, replayer = self._stream, self._replayer
+        (enqueued, _), seconds = self.host_span, self.gpu_seconds
         with self.device.current():
             stream.record(replayer.started)
             for head in heads:
                 replayer.follow(head)
             stream.record(replayer.ended)
-            self._wait()
-            self.gpu_seconds += replayer.ended.elapsed(replayer.started) / 1e3
+            self._ended(enqueued)
+        self.gpu_seconds += seconds
 
     def _logits(self, rows: int) -> DeviceArray:
         shape = (rows, self.config.vocab)
@@ -576,13 +629,6 @@ class GpuModel:
             places[-1] = whole_regions(places[-1])
             places.append(places[-1] + start + len(prompt.ids))
         return places
-
-    def _wait(self) -> None:
-        """For all that has been enqueued. Raises WaitTimeoutError: the turn's time ran out."""
-        deadline = self.turns.deadline
-        left = None if deadline is NEVER else deadline.work_left()
-        if not self._stream.finish(left):
-            raise deadline.over("the GPU was still at work on a pass")
 
     def _settle(self) -> None:
         self._underway.begin(self._streams)  # a call within a block of `staged` may have ended it
@@ -647,11 +693,14 @@ class _AtWork:
         pass
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        underway = self._underway
         if error is None:
-            underway.end()
-            return
-        underway.left = True
+            self._underway.end()
+        else:
+            self.fail(error)
+
+    def fail(self, error: BaseException) -> None:
+        """The end of a block that failed."""
+        self._underway.left = True
         model = self._model()
         # A block that was never left may be dropped in another thread's turn.
         if model is not None and not isinstance(error, (WaitTimeoutError, GeneratorExit)):

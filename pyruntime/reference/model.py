@@ -162,6 +162,10 @@ class ReferenceModel:
             return Output(None, np.array(sums), int(np.concatenate(logits).argmax()))
         return Output(np.concatenate(logits) if len(batch.logits) else None, np.array(sums))
 
+    def replay(self, call: object, *, greedy: bool = False) -> bool:
+        """False: there are no graphs."""
+        return False
+
     def score(
         self, batch: Batch, targets: Targets, *, most_bytes: int, top: int = 1
     ) -> TokenScores:

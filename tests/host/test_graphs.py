@@ -41,6 +41,35 @@ def graph_of(driver: FakeDriver) -> list[tuple[str, tuple[Any, ...]]]:
 # When
 
 
+@pytest.mark.parametrize("graphs", ["auto", "off"])
+def test_what_a_graph_would_serve_is_refused_as_without_one(load: Load, graphs: str) -> None:
+    engine, other = load(max_tokens=64, kv_tokens=50, graphs=graphs), load()
+    long, short, closed = (engine.new_cache(tokens) for tokens in (5000, 2, 8))
+    long.append(np.zeros(4094, np.int32), 0)
+    closed.close()
+    engine.warm([3, 50])
+    engine.warm([3], continues=True)
+    refused: list[tuple[int, Any, str]] = [
+        (51, None, "51 tokens without a cache"),
+        (3, long, "3 tokens after 4094 exceed the model's context of 4096"),
+        (3, short, "3 tokens after 0 exceed the cache's 2 positions"),
+        (3, closed, "this cache has been closed"),
+        (3, other.new_cache(8), "this cache belongs to another model"),
+        (3, "cache", "this cache belongs to another model"),
+    ]
+    for tokens, cache, text in refused:
+        with pytest.raises(ValueError, match=text):
+            engine.prefill([0] * tokens, cache=cache)
+    assert (long.length, short.length) == (4094, 0)
+    long.truncate(4093)
+    for tokens, cache in ((50, None), (3, long)):
+        engine.prefill([0] * tokens, cache=cache)
+    assert long.length == 4096
+    assert engine.stats().hits == (2 if graphs == "auto" else 0)
+    several = engine.prefill([[0] * 3, [0] * 3])
+    assert all(result.logits is not None for result in several)
+
+
 @WEIGHTS
 def test_a_length_that_comes_again_is_replayed(
     driver: FakeDriver, load: Load, weights: str
@@ -629,11 +658,12 @@ def test_a_replay_that_fails_is_named_and_the_next_one_works(
     engine = load()
     for _ in range(2):
         engine.prefill([1, 2])
-    cache, ran = engine.new_cache(8), engine.launches()
+    cache, ran, waits = engine.new_cache(8), engine.launches(), driver.calls["cuStreamSynchronize"]
     driver.fail["cuGraphLaunch"] = (0, INVALID_VALUE)
     with pytest.raises(CudaError, match="cuGraphLaunch failed"):
         engine.prefill([1, 2], cache=cache)
     assert cache.length == 0 and engine.launches() == ran
+    assert driver.calls["cuStreamSynchronize"] == waits + 1  # for whatever it did start
     engine.prefill([1, 2], cache=cache)
     assert engine.stats().hits == 2 and engine.stats().misses == 1
 

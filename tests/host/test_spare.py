@@ -208,11 +208,13 @@ def test_a_cache_that_needs_the_last_bytes_gets_them(driver: FakeDriver, load: L
         engine.new_cache(8)
 
 
+@pytest.mark.parametrize("warm", [[], [1]])
 def test_logits_of_a_call_whose_time_ran_out_are_not_lent_again(
-    driver: FakeDriver, load: Load
+    driver: FakeDriver, load: Load, warm: list[int]
 ) -> None:
     """As long as the GPU may write them."""
     engine = load()
+    engine.warm(warm)
     spare = engine.model.device.spare
     engine.prefill([1])
     assert spare.nbytes

@@ -19,6 +19,7 @@ from threads import LONG, NotedQueue, finish, start
 
 from pyruntime import Engine
 from pyruntime.errors import BusyError, EngineError, WaitTimeoutError
+from pyruntime.turns import Deadline
 
 Load = Callable[..., Engine]
 DEVICES = ["cpu", "cuda:0"]
@@ -58,9 +59,12 @@ def fail_slowly(driver: FakeDriver, engine: Engine, ids: list[int], cache: Any =
 
 
 @pytest.mark.usefixtures("clock")
-@pytest.mark.parametrize("weights", ["fp16", "per-layer"])
-def test_a_pass_that_takes_too_long(driver: FakeDriver, load: Load, weights: str) -> None:
+@pytest.mark.parametrize(("weights", "warm"), [("fp16", []), ("fp16", [1, 2]), ("per-layer", [])])
+def test_a_pass_that_takes_too_long(
+    driver: FakeDriver, load: Load, weights: str, warm: list[int]
+) -> None:
     engine = load(weights=weights)
+    engine.warm(warm, continues=True)
     cache = engine.new_cache(64)
     engine.prefill([1, 2], cache=cache)
     fail_slowly(driver, engine, [3, 4], cache)
@@ -236,8 +240,9 @@ def test_an_interrupt_at_any_call_of_the_driver_leaves_an_engine_that_works(
 def before_passes(
     engine: Engine, monkeypatch: pytest.MonkeyPatch, action: Callable[[], object]
 ) -> None:
-    """Acts before each pass of engines of this kind."""
+    """Acts before each pass of engines of this kind, all of which are made by `run`."""
     kind = type(engine.model)
+    monkeypatch.setattr(kind, "replay", lambda *arguments, **options: False)
     run = kind.run
 
     def act_first(*arguments: Any, **options: Any) -> Any:
@@ -268,6 +273,22 @@ def test_a_prompt_stops_between_passes(
     assert cache.length == 1
     for timeout in (2.5, 0, None):
         assert engine.prefill([1] * 12, timeout=timeout).tokens == 12
+
+
+def test_a_graph_is_not_replayed_when_no_time_is_left(
+    driver: FakeDriver, load: Load, clock: SimpleNamespace
+) -> None:
+    engine = load()
+    engine.warm([3])
+    engine.prefill([1, 2, 3], timeout=1)
+    late = Deadline(1)
+    clock.now = 1.0
+    text = r"^the timeout of 1 s ran out: 0 of 3 tokens were done$"
+    with pytest.raises(WaitTimeoutError, match=text):
+        engine.prefill([1, 2, 3], timeout=late)
+    assert driver.calls["cuGraphLaunch"] == 1
+    engine.prefill([1, 2, 3], timeout=0)
+    assert driver.calls["cuGraphLaunch"] == 2
 
 
 @pytest.mark.parametrize("device", DEVICES)
