@@ -229,11 +229,7 @@ def run(
         starts.append(0 if call.given is None else call.given.length)
     done, seconds = 0, 0.0
     try:
-        if len(calls) == 1 and len(calls[0].ids) <= rows:
-            plan: Iterable[Sequence[Part]] = _whole(len(calls[0].ids))
-        else:
-            plan = _plan(model, calls, starts, rows, scratch)
-        for parts in plan:
+        for parts in _plan(model, calls, starts, rows, scratch):
             if deadline.timeout and deadline.left() == 0:
                 count = sum(len(call.ids) for call in calls)
                 raise deadline.over(f"{done} of {count} tokens were done")
@@ -255,12 +251,6 @@ def run(
                 call.given.truncate(min(start, call.given.length))  # less if a thread cut it
         raise
     return seconds
-
-
-@lru_cache(64)
-def _whole(nt: int) -> Sequence[Sequence[Part]]:
-    """The passes of a single prompt that is not cut."""
-    return ((Part(0, 0, nt, 0),),)
 
 
 def _plan(

@@ -356,21 +356,15 @@ class GpuModel:
                     f"logits of shape {list(shape)} do not go to an {out} at {out.ptr:#x}: it must "
                     "be float32 of that shape and 16-byte aligned"
                 )
-        with self.turns.turn():  # as `_entry`, but without a generator, which takes microseconds
-            if self._underway.streams or self._lost or not self._open:
-                self._make_ready()
-            try:
-                form = self._begin(batch, greedy)
-                self._underway.begin(self._streams, batch, out)
-                with self._at_work:
-                    recorded, pooled = self._decoder.recorded(form), None
-                    if len(batch.hidden):
-                        pooled = self._pooled(batch, form)
-                    out = self._run(batch, recorded, out, pooled.passes() if pooled else ())
-                    sums = pooled.download() if pooled else self._nothing
-            except CudaError as error:
-                self._note(error)
-                raise
+        with self._entry():
+            form = self._begin(batch, greedy)
+            self._underway.begin(self._streams, batch, out)
+            with self._at_work:
+                recorded, pooled = self._decoder.recorded(form), None
+                if len(batch.hidden):
+                    pooled = self._pooled(batch, form)
+                out = self._run(batch, recorded, out, pooled.passes() if pooled else ())
+                sums = pooled.download() if pooled else self._nothing
             batch.store()
             if greedy:  # while the turn lasts: the next one's pass overwrites it
                 return Output(None, sums, self._decoder.live.likeliest)
@@ -700,7 +694,6 @@ class _AtWork:
 
     def fail(self, error: BaseException) -> None:
         """The end of a block that failed."""
-        self._underway.left = True
         model = self._model()
         # A block that was never left may be dropped in another thread's turn.
         if model is not None and not isinstance(error, (WaitTimeoutError, GeneratorExit)):

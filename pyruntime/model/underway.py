@@ -16,12 +16,10 @@ class Underway:
 
     Attributes:
         streams: those that it may be under way on; empty where there is none.
-        left: whether the call is over, and the work may not be.
     """
 
     def __init__(self) -> None:
         self.streams: list[Stream] = []
-        self.left = False
         self._used: list[object] = []
         self.hold = self._used.append  # what else must live as long as the work that has begun
 
@@ -39,6 +37,5 @@ class Underway:
 
     def end(self) -> None:
         """Says that all is done."""
-        self.left = False
         self._used.clear()
         self.streams.clear()
