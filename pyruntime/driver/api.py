@@ -31,7 +31,7 @@ def bindings() -> Any:
 
 def _initialised() -> Any:
     global _driver
-    if _forked:
+    if forked:
         raise EngineError("the CUDA driver does not work in a forked child: use a new process")
     from cuda.bindings import driver
 
@@ -46,12 +46,13 @@ def _initialised() -> Any:
 
 
 _driver: Any = None  # the module, once it is initialised
-_forked = False  # whether this process is a child of one that had initialised it
+# Whether this process is a child of one that had initialised it: what that gave is the parent's.
+forked = False
 
 
 def _note_fork() -> None:
-    global _driver, _forked
-    _driver, _forked = None, _forked or _driver is not None
+    global _driver, forked
+    _driver, forked = None, forked or _driver is not None
 
 
 if hasattr(os, "register_at_fork"):  # where processes fork; asking for an id is a system call

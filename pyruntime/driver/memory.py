@@ -82,8 +82,8 @@ class DeviceArray:
 
     def _free_unused(self) -> None:
         """Frees what was allocated here, once nobody uses it."""
-        if not self._allocated:
-            return  # a view, or it has been freed
+        if not self._allocated or api.forked:  # where a thread that is not there may have a lock
+            return  # a view, or it has been freed, or it is the parent's
         with self.device.lock:
             if self.ptr or self._leases:
                 return
@@ -154,7 +154,9 @@ class DeviceArray:
 
         Raises:
             ValueError: the array, or the one that it is a view of, has been closed.
+            EngineError: this is a forked child.
         """
+        api.bindings()
         self._check_open()
         (self._base or self)._spare = False
         return {
@@ -190,6 +192,7 @@ class DeviceArray:
         Raises:
             ValueError: another stream; the array, or the one that it is a view of, has been closed.
             BufferError: another device, or a copy, is asked for.
+            EngineError: this is a forked child.
         """
         if stream is not None and (not isinstance(stream, int) or stream < -1 or stream == 0):
             raise ValueError(f"stream={stream!r} is no CUDA stream: None, -1, 1, 2 or an address")
@@ -207,6 +210,7 @@ class DeviceArray:
         )  # fmt: skip
 
     def _lend(self) -> _Lease:
+        api.bindings()
         owner = self._base or self
         with owner.device.lock:
             self._check_open()
@@ -224,9 +228,10 @@ class _Lease:
     def __del__(self) -> None:
         # At interpreter exit the driver may be gone already: the process frees the memory.
         try:
-            with self._owner.device.lock:
-                self._owner._leases -= 1
-            self._owner._free_unused()
+            if not api.forked:
+                with self._owner.device.lock:
+                    self._owner._leases -= 1
+                self._owner._free_unused()
         except Exception:
             pass
 

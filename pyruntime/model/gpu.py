@@ -706,6 +706,8 @@ def _too_much(count: int, what: str, most: int) -> ValueError:
 
 def _abandon(resources: ExitStack, underway: list[Stream]) -> None:
     """Frees what an engine held that was dropped without `close`, when no stream uses it."""
+    if api.forked:
+        return
     with suppress(CudaError):
         for stream in underway:
             stream.synchronize()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import struct
 import sys
@@ -13,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 from fake_driver import FakeDriver
+from threads import LONG, finish, start
 
 from pyruntime import Engine
 from pyruntime.driver.program import Launch
@@ -198,6 +200,16 @@ def test_threads_share_an_engine_without_a_cache_on_a_gpu(
     assert starts == [0, 16, 32, 48] * 60
 
 
+def exit_code(child: Callable[[], object]) -> int | None:
+    """Of a forked process that calls it; it is killed if it hangs."""
+    process = multiprocessing.get_context("fork").Process(target=child)
+    process.start()
+    process.join(60)
+    process.kill()
+    process.join()
+    return process.exitcode
+
+
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
 def test_a_child_forked_during_a_pass_is_refused_and_does_not_hang(
     driver: FakeDriver, load: Load
@@ -223,12 +235,45 @@ def test_a_child_forked_during_a_pass_is_refused_and_does_not_hang(
     parent.start()
     try:
         assert inside.wait(60)
-        process = multiprocessing.get_context("fork").Process(target=child)
-        process.start()
-        process.join(60)
-        process.kill()  # if it hangs
-        process.join()
-        assert process.exitcode == 0
+        assert exit_code(child) == 0
     finally:
         over.set()
         parent.join()
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
+def test_a_child_lets_go_of_what_its_parent_has(
+    driver: FakeDriver, load: Load, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Quietly, and without the device's lock, which a thread of the parent's may have."""
+    engine = load()
+    arrays = [engine.prefill([1, 2]).logits for _ in range(2)]
+    shared, device = [arrays[0].__dlpack__()], engine.model.device
+    complaints: list[Any] = []
+    monkeypatch.setattr(sys, "unraisablehook", complaints.append)
+
+    def child() -> None:
+        nonlocal engine
+        for share in (lambda a: a.__dlpack__(), lambda a: a.__cuda_array_interface__, np.asarray):
+            with pytest.raises(EngineError, match="forked child"):
+                share(arrays[1])
+        shared.clear()
+        arrays.clear()
+        del engine
+        gc.collect()
+        assert complaints == []
+
+    inside, over = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with device.lock:
+            inside.set()
+            over.wait(LONG)
+
+    thread = start(hold)
+    try:
+        assert inside.wait(LONG)
+        assert exit_code(child) == 0
+    finally:
+        over.set()
+        finish(thread)
