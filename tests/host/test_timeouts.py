@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import inspect
 import math
 import threading
 from collections import Counter
@@ -189,12 +190,28 @@ def test_an_interrupted_wait_for_an_interrupted_call(driver: FakeDriver, load: L
     assert driver.held().keys() == {"arrays", "contexts"}  # the cache's
 
 
+def warm_anew(engine: Engine, cache: Any, **more: Any) -> None:
+    """After longer tables, which drop all graphs."""
+    engine.new_cache(engine.model._decoder.positions + 1, **more)
+    engine.warm([1, 20], **more)
+
+
+def hand_over(engine: Engine, cache: Any, **more: Any) -> None:
+    other = engine.new_cache(4, **more)
+    engine.prefill([1, 2], cache=other, **more)
+    cache.import_(other.fork(**more).export(**more), **more)
+
+
 CALLS: dict[str, Callable[..., object]] = {
     "prefill": lambda engine, cache, **more: engine.prefill([1, 2], cache=cache, **more),
     "prefill of a list": lambda engine, cache, **more: engine.prefill(
         [[1, 2], [3]], cache=[cache, engine.new_cache(3)], **more
     ),
     "score": lambda engine, cache, **more: engine.score([[1, 2]], [[3, 4, 5]], **more),
+    "embed": lambda engine, cache, **more: engine.embed([[1, 2], [3]], **more),
+    "generate": lambda engine, cache, **more: engine.generate([1, 2], 2, **more),
+    "warm": warm_anew,
+    "hand over": hand_over,
 }
 
 
@@ -321,10 +338,21 @@ ALL_CALLS: list[Callable[..., object]] = [
     lambda engine, **more: engine.prefill([[1], [2]], **more),
     lambda engine, **more: engine.generate([1], 1, **more),
     lambda engine, **more: engine.score([[1]], [[2]], **more),
+    lambda engine, **more: engine.score_rows([[1]], [[0]], [[2]], **more),
+    lambda engine, **more: engine.warm([1], **more),
     lambda engine, **more: engine.perplexity([1, 2], **more),
     lambda engine, **more: engine.embed([[1, 2]], **more),
     lambda engine, **more: engine.new_cache(1, **more),
 ]
+
+
+def test_all_calls_with_a_timeout_are_among_them() -> None:
+    limited = {
+        name
+        for name, method in inspect.getmembers(Engine, inspect.isfunction)
+        if not name.startswith("_") and "timeout" in inspect.signature(method).parameters
+    }
+    assert limited == {name for call in ALL_CALLS for name in call.__code__.co_names}
 
 
 class Stuck:
