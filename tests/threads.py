@@ -1,7 +1,8 @@
-"""Threads of tests, and queues that tell who has joined: no test sleeps to let others run."""
+"""Threads and processes of tests, and queues that tell who has joined: none sleeps for others."""
 
 from __future__ import annotations
 
+import multiprocessing
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -34,3 +35,13 @@ def finish(*threads: threading.Thread) -> None:
     for thread in threads:
         thread.join(LONG)
         assert not thread.is_alive()
+
+
+def exit_code(child: Callable[[], object]) -> int | None:
+    """Of a forked process that calls it, which is killed if it hangs."""
+    process = multiprocessing.get_context("fork").Process(target=child)
+    process.start()
+    process.join(LONG)
+    process.kill()
+    process.join()
+    return process.exitcode

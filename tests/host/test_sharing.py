@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import multiprocessing
 import struct
 import sys
 import threading
@@ -14,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 from fake_driver import FakeDriver
-from threads import LONG, finish, start
+from threads import LONG, exit_code, finish, start
 
 from pyruntime import Engine
 from pyruntime.driver.program import Launch
@@ -198,16 +197,6 @@ def test_threads_share_an_engine_without_a_cache_on_a_gpu(
     monkeypatch.setattr(LiveBlock, "fill", noted)
     run_threads(*[lambda: [engine.prefill([1] * 64) for _ in range(20)]] * 3)
     assert starts == [0, 16, 32, 48] * 60
-
-
-def exit_code(child: Callable[[], object]) -> int | None:
-    """Of a forked process that calls it; it is killed if it hangs."""
-    process = multiprocessing.get_context("fork").Process(target=child)
-    process.start()
-    process.join(60)
-    process.kill()
-    process.join()
-    return process.exitcode
 
 
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 from fake_driver import ENDERS, FakeDriver
-from threads import LONG, NotedQueue, finish, start
+from threads import LONG, NotedQueue, exit_code, finish, start
 
 from pyruntime import Engine
 from pyruntime.errors import BusyError, EngineError, WaitTimeoutError
@@ -353,6 +353,21 @@ def test_all_calls_with_a_timeout_are_among_them() -> None:
         if not name.startswith("_") and "timeout" in inspect.signature(method).parameters
     }
     assert limited == {name for call in ALL_CALLS for name in call.__code__.co_names}
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
+@pytest.mark.parametrize("device", DEVICES)
+def test_all_calls_of_a_closed_or_forked_engine_are_refused(load: Load, device: str) -> None:
+    engine = load(device=device)
+
+    def require(text: str) -> None:
+        for call in (*ALL_CALLS, Engine.launches, Engine.stats):
+            with pytest.raises(EngineError, match=text):
+                call(engine)
+
+    assert exit_code(lambda: require("belongs to the parent process")) == 0
+    engine.close()
+    require("has been closed")
 
 
 class Stuck:
