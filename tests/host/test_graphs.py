@@ -377,6 +377,16 @@ def test_a_warm_pass_is_captured_at_once_for_what_else_comes_of_it(load: Load) -
     assert (engine.stats().captures, engine.stats().hits, engine.stats().misses) == (2, 1, 0)
 
 
+@WEIGHTS
+def test_all_buckets_share_the_buffers(driver: FakeDriver, load: Load, weights: str) -> None:
+    engine = load(weights=weights, max_tokens=64, kv_tokens=64)
+    engine.prefill([1] * 64)  # makes its cache, and logits of one row
+    before = driver.held()["arrays"], engine.model.device.allocated
+    engine.warm(range(1, 65))
+    assert engine.stats().graphs > 30
+    assert (driver.held()["arrays"], engine.model.device.allocated) == before
+
+
 def test_a_recorded_head_keeps_no_logits(driver: FakeDriver, load: Load) -> None:
     engine = load()
     engine.prefill([1, 2])  # makes its cache
@@ -668,19 +678,28 @@ def test_a_replay_that_fails_is_named_and_the_next_one_works(
     assert engine.stats().hits == 2 and engine.stats().misses == 1
 
 
-def test_memory_freed_in_a_capture_does_not_end_it(driver: FakeDriver, load: Load) -> None:
-    """As by the garbage collector, which comes when it likes; the fake driver wants a capture in
-    the mode that allows it."""
-    engine = load()
-    garbage = [engine.prefill([1, 2])]
+@pytest.mark.parametrize("what", ["logits", "engine"])
+def test_what_is_freed_in_a_capture_does_not_end_it(
+    driver: FakeDriver, load: Load, what: str
+) -> None:
+    """As by the garbage collector, which comes when it likes, be it another engine with its graphs;
+    the fake driver wants a capture in the mode that allows it."""
+    engine, other = load(), load()
+    for _ in range(2):
+        other.prefill([1, 2])
+    garbage: list[Any] = [engine.prefill([1, 2]) if what == "logits" else other]
+    del other
+    engine.prefill([1, 2, 3])
+    destroyed = driver.calls["cuGraphExecDestroy"]
 
     def collect(name: str, given: tuple[Any, ...]) -> None:
         if driver.captures and garbage:
             garbage.clear()
 
     driver.hook = collect
-    engine.prefill([1, 2])
+    engine.prefill([1, 2, 3])
     assert not garbage and engine.stats().captures == 1
+    assert driver.calls["cuGraphExecDestroy"] - destroyed == (what == "engine")
 
 
 def test_a_stream_that_does_not_come_back_is_no_graph(driver: FakeDriver) -> None:
