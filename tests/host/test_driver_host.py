@@ -23,9 +23,17 @@ from pyruntime.driver.library import Kernel, Library, kept
 from pyruntime.driver.memory import DeviceArray
 from pyruntime.driver.program import Program
 from pyruntime.driver.stream import Stream
-from pyruntime.errors import CubinError, CudaError, EngineError, OutOfMemoryError
+from pyruntime.errors import (
+    ArchMismatchError,
+    CubinError,
+    CudaError,
+    EngineError,
+    OutOfMemoryError,
+)
 from pyruntime.ops.gemm import choice
 from pyruntime.ops.qkv import rotating
+
+INVALID_IMAGE = 200  # CUresult
 
 SPEC = KernelSpec(
     name="demo_x",
@@ -312,6 +320,60 @@ def test_sections_of_a_program_are_what_lies_between_cuts() -> None:
     assert [section.launches for section in program.sections] == [first, second, third]
     (whole,) = Program(program.launches).sections
     assert whole.launches == program.launches
+
+
+def test_each_library_opts_its_kernels_in_to_what_they_ask_for(driver: FakeDriver) -> None:
+    """A limit is of a function in a context, and 49,152 bytes with static ones are beyond the usual
+    one, too: so all are raised, whatever they ask for, each time."""
+    asked: dict[str, int] = {}
+    driver.hook = lambda name, given: (
+        asked.update({given[0]: given[2]}) if name == "cuFuncSetAttribute" else None
+    )
+    device = Device(0)
+    for _ in range(2):
+        asked.clear()
+        library = Library(device)
+        kernels = [kernel for found in library._families.values() for kernel in found]
+        assert asked == {kernel.function: kernel.spec.smem_bytes for kernel in kernels}
+        library.close()
+    device.close()
+
+
+def test_what_fits_a_block_is_read_of_the_device_as_an_int_of_31_bits(driver: FakeDriver) -> None:
+    """Static bytes count, and one driver reports bit 32 besides."""
+    device = Device(0)
+    library = Library(device)
+    most = max(k.spec.smem_bytes for found in library._families.values() for k in found)
+    library.close()
+    for static, fits in ((0, True), (1, False)):
+        driver.attributes |= {
+            "MAX_SHARED_MEMORY_PER_BLOCK_OPTIN": (1 << 32) + most, "SHARED_SIZE_BYTES": static,
+        }  # fmt: skip
+        other = Device(0)
+        library = Library(other)
+        assert other.smem_per_block == most and (not library.refused) == fits
+        for name in library.refused:
+            with pytest.raises(CubinError, match=f"{name} asks for .* 1 B of static .* {most:,} B"):
+                library[name]
+        library.close()
+        other.close()
+    device.close()
+
+
+def test_cubins_that_do_not_fit_the_device_are_named(driver: FakeDriver) -> None:
+    """Those of another architecture before the driver sees them."""
+    driver.fail["cuModuleLoadData"] = (1, INVALID_IMAGE)
+    device = Device(0)
+    with pytest.raises(CudaError, match=r"INVALID_IMAGE \(200\); .*\.cubin on Made-up GPU$"):
+        Library(device)
+    device.close()
+    driver.attributes |= {"COMPUTE_CAPABILITY_MAJOR": 7, "COMPUTE_CAPABILITY_MINOR": 5}
+    old, loaded = Device(0), driver.calls["cuModuleLoadData"]
+    with pytest.raises(ArchMismatchError, match=r"no cubin runs on Made-up GPU \(sm_75\): .*sm_"):
+        Library(old)
+    assert driver.calls["cuModuleLoadData"] == loaded
+    old.close()
+    assert driver.held() == {}
 
 
 def test_what_a_library_was_asked_goes_with_it(driver: FakeDriver) -> None:
