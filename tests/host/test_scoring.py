@@ -153,6 +153,17 @@ def test_logits_of_many_passes_are_held_once(tmp_path: Path) -> None:
 # Scores
 
 
+def test_scores_take_no_more_logits_at_a_time_than_they_may(tmp_path: Path) -> None:
+    with Engine.load(write_wide_model(tmp_path / "m.gguf"), device="cpu", max_tokens=400) as engine:
+        row, texts = 4 * engine.config.vocab, ([[i] for i in range(40)], [[1] * 10] * 40)
+        engine.score(*texts)
+        tracemalloc.start()
+        engine.score(*texts, logits_bytes=10 * row)
+        _, most = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        assert most < 0.6 * 400 * row
+
+
 @given(
     st.integers(0, 2**32), st.integers(1, 5), st.integers(1, 9), st.integers(1, 40),
     st.floats(0.1, 1000),
