@@ -17,7 +17,7 @@ from pyruntime.model.batch import NONE
 from pyruntime.model.calls import Call, Hidden, named
 from pyruntime.model.packing import passes
 from pyruntime.model.stats import Stats, Warmed
-from pyruntime.model.tokens import check_count, check_tokens
+from pyruntime.model.tokens import check_count, check_list, check_tokens
 from pyruntime.turns import NEVER, Deadline
 
 
@@ -253,9 +253,7 @@ class Prefills:
         Raises: as `prefill`; ValueError also for lengths of more kinds than are kept.
         """
         deadline = Deadline.of(timeout)
-        if not isinstance(lengths, Iterable):
-            raise ValueError(f"lengths={lengths!r:.100}: a list is needed, even for one length")
-        wanted = list(lengths)
+        wanted = check_list("lengths", lengths, "length")
         most = self.config.context_length
         if not continues:
             most = min(most, self._kv_limit or most)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -19,7 +19,7 @@ from pyruntime.model.calls import Call, greedy, named, wanted_logits
 from pyruntime.model.packing import Part
 from pyruntime.model.scores import GREEDY, TokenScores
 from pyruntime.model.scoring import Score, Scored, ScoredRows, windows
-from pyruntime.model.tokens import check_count, check_tokens
+from pyruntime.model.tokens import check_count, check_list, check_tokens
 from pyruntime.turns import Deadline
 
 if TYPE_CHECKING:
@@ -114,9 +114,8 @@ class Texts(Prefills):
         Raises: as `prefill`; TokenizerError for text without a vocabulary.
         """
         deadline = Deadline.of(timeout)
-        for name, given in (("prompts", prompts), ("continuations", continuations)):
-            if isinstance(given, str) or not isinstance(given, Collection):
-                raise ValueError(f"{name}={given!r:.100}: a list is needed, even for one text")
+        prompts = check_list("prompts", prompts, "text")
+        continuations = check_list("continuations", continuations, "text")
         if len(prompts) != len(continuations):
             raise ValueError(f"{len(prompts)} prompts and {len(continuations)} continuations")
         pairs = zip(prompts, continuations, strict=True)
@@ -165,16 +164,17 @@ class Texts(Prefills):
         """
         started, deadline, vocab = time.perf_counter(), Deadline.of(timeout), self.config.vocab
         check_count("logits_bytes", logits_bytes)
-        if not 1 <= top <= vocab:
+        if check_count("top", top) > vocab:
             raise ValueError(f"top={top}: 1 to the {vocab} tokens of the vocabulary")
-        count = len(prompts)
-        caches = [None] * count if cache is None else cache
-        for name, given in (("rows", rows), ("tokens", tokens), ("cache", caches)):
-            if len(given) != count:
-                raise ValueError(f"{name}: a list of {count} is needed, one for each prompt")
-        parts = zip(prompts, caches, rows, range(count), strict=True)
+        texts = check_list("prompts", prompts, "prompt")
+        count = len(texts)
+        caches = check_list("cache", [None] * count if cache is None else cache, "prompt", count)
+        places = check_list("rows", rows, "prompt", count)
+        following = check_list("tokens", tokens, "prompt", count)
+        parts = zip(texts, caches, places, range(count), strict=True)
         asked = named(parts, lambda part: self._call(*part, None))
-        targets = named(zip(tokens, asked, strict=True), lambda pair: _targets(*pair, vocab))
+        pairs = zip(following, asked, strict=True)
+        targets = named(pairs, lambda pair: _targets(*pair, vocab))
         scored = ScoredRows(asked, targets)
 
         def step(_: Any, asked: Sequence[Call], batch: Batch, parts: Sequence[Part]) -> None:
@@ -241,9 +241,8 @@ class Texts(Prefills):
         deadline = Deadline.of(timeout)
         if pooling not in ("mean", "last"):
             raise ValueError(f"pooling={pooling!r}: 'mean' or 'last'")
-        if isinstance(texts, str) or not isinstance(texts, Iterable):
-            raise ValueError(f"texts={texts!r:.100}: a list is needed, even for one text")
-        prompts = named(texts, lambda text: self.tokenize(text, ends=True))
+        given = check_list("texts", texts, "text")
+        prompts = named(given, lambda text: self.tokenize(text, ends=True))
         found = self._prefill(prompts, None, "none", pooling, deadline) if prompts else []
         vectors = np.concatenate([np.empty((0, self.config.hidden)), *(r.hidden for r in found)])
         if normalize:

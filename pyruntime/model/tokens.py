@@ -1,4 +1,4 @@
-"""The checks of what callers give: token ids before they are an index, and counts."""
+"""The checks of what callers give: token ids before they are an index, counts and lists."""
 
 from __future__ import annotations
 
@@ -16,6 +16,22 @@ def check_count(name: str, value: Any, least: int = 1) -> int:
     if not whole or value < least:
         raise ValueError(f"{name}={value!r:.100}: it must be an integer of at least {least}")
     return int(value)
+
+
+def check_list(name: str, given: Any, one: str, count: int | None = None) -> list[Any]:
+    """The items of an argument, `one` each, and `count` of them if that is given.
+
+    Raises ValueError, naming it, if there are others, or if it is a single text or has no items.
+    """
+    try:
+        items = None if isinstance(given, (str, bytes)) else list(given)
+    except TypeError:
+        items = None
+    if items is None:
+        raise ValueError(f"{name}={given!r:.100}: a list is needed, even for one {one}")
+    if count is not None and len(items) != count:
+        raise ValueError(f"{name}: a list of {count} is needed, one for each {one}")
+    return items
 
 
 def check_tokens(ids: ArrayLike, vocab: int, *, empty: bool = False) -> NDArray[np.int32]:
