@@ -102,7 +102,7 @@ class Turns:
     def check_process(self) -> None:
         """Raises EngineError in a forked child: a thread that the child lacks may have the lock."""
         if self.forked:
-            raise EngineError("this engine belongs to the parent process: load one after the fork")
+            raise EngineError("this engine belongs to the parent process: each has to load its own")
 
     def turn(self, timeout: float | Deadline | None = None) -> AbstractContextManager[object]:
         """Waits for the turn of a `with` block, which ends with it however that ends.

@@ -379,6 +379,29 @@ def test_a_beginning_that_is_cached_is_not_run_again(
 
 
 @on_both
+def test_several_prompts_reuse_what_each_cache_holds(load: Load, device: str) -> None:
+    """Which is all that is left where a pass fails."""
+    engine = load(device=device)
+    caches = [engine.new_cache(8) for _ in range(2)]
+    engine.prefill([[1, 2, 3], [4, 5]], cache=caches)
+    asked = [[1, 2, 9], [4, 5, 6, 7]]
+    results = engine.prefill(asked, cache=caches, reuse=True)
+    assert [(r.reused, r.tokens) for r in results] == [(2, 1), (2, 2)]
+    assert [cache.tokens.tolist() for cache in caches] == asked
+    run = engine.model.run
+
+    def fails(batch: Any) -> Any:
+        run(batch)
+        raise KeyboardInterrupt
+
+    engine.model.run = fails
+    with pytest.raises(KeyboardInterrupt):
+        engine.prefill([[1, 8], [4, 5, 6, 8, 8]], cache=caches, reuse=True)
+    engine.close()
+    assert [cache.tokens.tolist() for cache in caches] == [[1], [4, 5, 6]]
+
+
+@on_both
 def test_what_cannot_be_reused_is_left_alone(load: Load, device: str) -> None:
     engine, other = load(device=device), load(device=device)
     cache, foreign = engine.new_cache(4), other.new_cache(4)
