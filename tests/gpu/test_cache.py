@@ -32,13 +32,15 @@ def filled(engine: Engine) -> tuple[np.ndarray, AnyCache]:
 
 @pytest.mark.parametrize("kv_dtype", KV_DTYPES)
 def test_copies_go_on_as_the_original(kv_dtype: str, tmp_path: Path) -> None:
-    """Those of other capacities, too, in another engine, and where something else was forgotten."""
+    """Those of other capacities, too, in another engine, and where something else was forgotten;
+    also where the whole prompt is given."""
     with load("cuda:0", kv_dtype) as engine, load("cuda:0", kv_dtype) as other:
         ids, cache = filled(engine)
         cache.export().save(tmp_path / "kv")
         short, long, reused = cache.fork(ALL), cache.fork(331), cache.fork()
         engine.prefill(ids[: ALL - BEFORE], cache=reused)
         reused.truncate(BEFORE)
+        whole_prompt, new = cache.fork(), list(range(BEFORE, ALL))
         taken = other.new_cache(211)
         taken.import_(Exported.load(tmp_path / "kv"))
         want = np.asarray(engine.prefill(ids[BEFORE:], cache=cache, logits="all").logits)
@@ -50,6 +52,8 @@ def test_copies_go_on_as_the_original(kv_dtype: str, tmp_path: Path) -> None:
             assert np.array_equal(copy.tokens, ids)
             for name, array in copy.export().arrays.items():
                 assert array.tobytes() == whole.arrays[name].tobytes(), name
+        result = engine.prefill(ids, cache=whole_prompt, reuse=True, logits=new)
+        assert result.reused == BEFORE and np.array_equal(result.logits, want)
 
 
 def test_numpy_goes_on_where_a_gpu_began() -> None:
