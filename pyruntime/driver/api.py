@@ -13,9 +13,10 @@ from pyruntime.errors import CudaError, DriverNotFoundError, EngineError, OutOfM
 
 OUT_OF_MEMORY = 2
 NOT_READY = 600
-# After these the context is lost for good (CUDA driver API, enum CUresult).
+# After these the context is lost for good: those of which the driver's header (enum CUresult) says
+# that nothing works any more, uncorrectable errors, a destroyed context, and what is unknown.
 STICKY = frozenset(
-    {214, 220, 226, 700, 702, 709, 710, 713, 714, 715, 716, 717, 718, 719, 720, 721, 999}
+    {226, 700, 702, 710, 714, 715, 716, 717, 718, 719, 721, 810, 911} | {214, 220, 709, 999}
 )
 
 

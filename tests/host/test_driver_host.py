@@ -6,14 +6,17 @@ import ctypes
 import dataclasses
 import gc
 import os
+import re
 import struct
 import weakref
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+from compilers import cuda_includes
 from fake_driver import FakeDriver
 
 from pyruntime.cubin.spec import KernelSpec, Param
@@ -111,6 +114,19 @@ def test_a_program_counts_the_launches_of_each_run(monkeypatch: pytest.MonkeyPat
     with pytest.raises(CudaError, match="demo_x"):
         program.run(SimpleNamespace(handle=0))  # type: ignore[arg-type]
     assert [kernel.launches for kernel in kernels] == [6, 3]
+
+
+def test_what_loses_a_context_is_what_the_header_says() -> None:
+    """And uncorrectable errors, a context that was destroyed, and an unknown error."""
+    folders = [Path(option.removeprefix("-I")) for option in cuda_includes()]
+    header = next(path for folder in folders if (path := folder / "cuda.h").exists()).read_text()
+    values = header.split("enum cudaError_enum")[1].split("CUresult;")[0]
+    lost = {
+        int(code)
+        for said, code in re.findall(r"/\*\*(.*?)\*/\s*CUDA_\w+\s*=\s*(\d+)", values, re.DOTALL)
+        if re.search(r"must[\s*]+be[\s*]+(terminated|destroyed)", said)
+    }
+    assert len(lost) > 10 and lost | {214, 220, 709, 999} == api.STICKY
 
 
 def test_a_failure_names_call_code_and_what() -> None:
