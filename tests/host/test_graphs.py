@@ -440,12 +440,13 @@ def test_a_value_out_of_range_ends_what_is_generated(
     assert engine.generate([1, 2], 6) == expected
 
 
-def test_a_graph_runs_on_the_callers_stream(driver: FakeDriver, load: Load) -> None:
+@WEIGHTS
+def test_a_graph_runs_on_the_callers_stream(driver: FakeDriver, load: Load, weights: str) -> None:
     """It is captured on one of the engine's, which others cannot have work on."""
     device = Device(0)
     theirs = Stream(device)
     driver.answers["cuStreamGetPriority"] = -3
-    engine = load(stream=theirs.handle)
+    engine = load(stream=theirs.handle, weights=weights)
     seen: dict[str, Any] = {}
     driver.hook = lambda name, given: seen.update({name: given})
     for _ in range(2):
