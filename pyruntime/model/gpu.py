@@ -695,6 +695,8 @@ class _AtWork:
     def fail(self, error: BaseException) -> None:
         """The end of a block that failed."""
         model = self._model()
+        if model is not None and isinstance(error, CudaError):
+            model._note(error)  # before the wait fails for the same reason
         # A block that was never left may be dropped in another thread's turn.
         if model is not None and not isinstance(error, (WaitTimeoutError, GeneratorExit)):
             model._settle()

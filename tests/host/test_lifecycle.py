@@ -305,6 +305,17 @@ def test_a_context_lost_by_a_failed_pass_is_remembered(driver: FakeDriver, load:
         engine.prefill([1])
 
 
+def test_what_lost_the_context_is_what_is_named(driver: FakeDriver, load: Load) -> None:
+    """Not the wait behind it, which fails, too."""
+    engine = load(graphs="off")
+    driver.hook = on_call("cuLaunchKernelEx", lambda: setattr(driver, "lost", ILLEGAL_ADDRESS))
+    with pytest.raises(CudaError, match="cuLaunchKernelEx failed"):
+        engine.prefill([1])
+    driver.lost = 0
+    with pytest.raises(EngineError, match="lost by an earlier failure: cuLaunchKernelEx failed"):
+        engine.prefill([1])
+
+
 @pytest.mark.parametrize(("weights", "streams"), [("fp16", 1), ("per-layer", 2), ("int8", 1)])
 def test_an_interrupted_pass_is_waited_for(
     driver: FakeDriver, load: Load, weights: str, streams: int
