@@ -41,12 +41,9 @@ def check_options(
 
 def sizes(config: ModelConfig, max_tokens: int | None, kv_tokens: int | None) -> tuple[int, int]:
     """Rows of one pass, and positions of the internal cache. Raises ValueError."""
-    for name, value in (("max_tokens", max_tokens), ("kv_tokens", kv_tokens)):
-        if value is not None:
-            check_count(name, value)
     usual = min(MAX_TOKENS, config.context_length)
-    rows = usual if max_tokens is None else max_tokens
-    return rows, max(rows, usual) if kv_tokens is None else kv_tokens
+    rows = usual if max_tokens is None else check_count("max_tokens", max_tokens)
+    return rows, max(rows, usual) if kv_tokens is None else check_count("kv_tokens", kv_tokens)
 
 
 def choose_device(device: str) -> int | None:

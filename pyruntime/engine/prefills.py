@@ -59,7 +59,7 @@ class Prefills:
 
         Raises: ValueError, OutOfMemoryError; BusyError, EngineError and CudaError as `prefill`.
         """
-        check_count("tokens", tokens)
+        tokens = check_count("tokens", tokens)  # no longer one of NumPy's, which may overflow
         self._check_closed()
         with self._model.turns.turn(timeout):
             self._check_closed()

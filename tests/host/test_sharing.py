@@ -117,7 +117,7 @@ def test_a_continuation_is_recorded_apart(load: Load) -> None:
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda:0"])
-@pytest.mark.parametrize("tokens", [10**9, 10**12, 2**60])
+@pytest.mark.parametrize("tokens", [10**9, 10**12, 2**60, np.int32(2**30)])
 def test_a_cache_beyond_all_memory_is_refused_at_once(
     driver: FakeDriver, load: Load, device: str, tokens: int
 ) -> None:
@@ -127,6 +127,11 @@ def test_a_cache_beyond_all_memory_is_refused_at_once(
     with pytest.raises(OutOfMemoryError, match=r"[\d,]{13,} bytes .*[\d,]{9,}"):
         engine.new_cache(tokens)
     assert driver.calls["cuMemAlloc"] == allocations
+
+
+def test_sizes_may_be_integers_of_numpy(load: Load) -> None:
+    engine = load(max_tokens=np.int8(16), kv_tokens=np.int8(100))
+    assert engine.prefill([1] * 100).tokens == 100
 
 
 def test_logits_of_many_passes_do_not_pile_up_on_the_device(driver: FakeDriver, load: Load) -> None:
