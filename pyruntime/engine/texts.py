@@ -281,7 +281,7 @@ class Texts(Prefills):
 
 def _targets(tokens: Ids, call: Call, vocab: int) -> Rows:
     """Of each row of a call. Raises ValueError."""
-    found = np.asarray(tokens)
+    found = np.array(tokens)  # a copy, as another thread may change what was given
     if found.shape != call.logits.shape or found.dtype.kind not in "iu":
         raise ValueError(f"{len(call.logits)} rows, and tokens {found.dtype} {found.shape}")
     if found.min() < GREEDY or found.max() >= vocab:

@@ -125,7 +125,7 @@ def wanted_logits(logits: Any, nt: int) -> Rows:
         if logits == "all":
             return ascending(0, nt)
         raise ValueError(f"logits={logits!r}: 'none', 'last', 'all' or positions")
-    rows = np.asarray(logits)
+    rows = np.array(logits)  # a copy, as another thread may change what was given
     if rows.ndim != 1 or rows.dtype.kind not in "iu" or not rows.size:
         raise ValueError(
             f"logits={logits!r}: 'none', 'last', 'all' or positions, integers in a row"

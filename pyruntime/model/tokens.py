@@ -48,8 +48,9 @@ def check_tokens(ids: ArrayLike, vocab: int, *, empty: bool = False) -> NDArray[
         raise ValueError("token ids are empty; at least one is needed")
     if array.dtype.kind not in "iu":
         raise ValueError(f"token ids must be integers, not {array.dtype}")
-    wide = array.astype(UINT64)  # negative ones are large then
+    # A copy, as another thread may change what was given. Negative ones are large in it.
+    wide = array.astype(UINT64)
     if wide.item(wide.argmax()) >= vocab:
         at = int(np.argmax(wide >= vocab))
         raise ValueError(f"token id {array[at]} at position {at} is outside [0, {vocab})")
-    return array.astype(INT32)
+    return wide.astype(INT32)

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from inspect import signature
+from itertools import count
+from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -12,9 +16,13 @@ import pytest
 from goldens import GOLDEN, prompts
 
 from pyruntime import Engine
+from pyruntime.engine.texts import _targets
 from pyruntime.errors import DriverNotFoundError, EngineError
 from pyruntime.gguf import GGUFFile
+from pyruntime.model.batch import NONE
+from pyruntime.model.calls import Call, wanted_logits
 from pyruntime.model.config import KV_DTYPES
+from pyruntime.model.tokens import check_tokens
 
 TINY = "tiny-qwen3-q4_k_m"
 PATH = GOLDEN / f"{TINY}.gguf"
@@ -68,6 +76,42 @@ def test_bad_ids(engine: Engine, ids: list[object], text: str) -> None:
         engine.prefill(ids)
     with pytest.raises(ValueError, match=text):
         engine.prefill([[1], ids])
+
+
+CHECKS: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
+    "ids": (check_tokens, (5,)),
+    "logits": (wanted_logits, (5,)),
+    "tokens": (_targets, (Call(NONE, None, np.arange(2)), 5)),
+}
+
+
+@pytest.mark.parametrize("name", CHECKS)
+def test_what_another_thread_changes_is_what_was_checked_or_refused(name: str) -> None:
+    """At whichever line of the check that is."""
+    at = next(at for at in count(1) if not changes_at(at, *CHECKS[name]))
+    assert at > 4
+
+
+def changes_at(at: int, check: Callable[..., Any], more: tuple[Any, ...]) -> bool:
+    """Checks what is changed at this line; whether there is one."""
+    given, lines = np.array([1, 2]), 0
+
+    def trace(frame: FrameType, event: str, argument: object) -> Any:
+        nonlocal lines
+        if frame.f_code is check.__code__:
+            lines += event == "line"
+            if lines == at:
+                given[:] = 7, 8
+        return trace
+
+    usual = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        with suppress(ValueError):
+            assert check(given, *more).tolist() == [1, 2]
+    finally:
+        sys.settrace(usual)
+    return lines >= at
 
 
 def test_too_long_a_prompt_changes_nothing(engine: Engine) -> None:
