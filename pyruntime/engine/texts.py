@@ -164,7 +164,7 @@ class Texts(Prefills):
         """
         started, deadline, vocab = time.perf_counter(), Deadline.of(timeout), self.config.vocab
         check_count("logits_bytes", logits_bytes)
-        if check_count("top", top) > vocab:
+        if (top := check_count("top", top)) > vocab:
             raise ValueError(f"top={top}: 1 to the {vocab} tokens of the vocabulary")
         texts = check_list("prompts", prompts, "prompt")
         count = len(texts)

@@ -252,7 +252,9 @@ def test_rows_of_prompts_are_scored(engine: Engine, logits_bytes: int, cached: b
 @pytest.mark.parametrize(
     ("changed", "text"),
     [
+        ({"prompts": None}, "prompts=None: a list"),
         ({"rows": [[0]]}, "rows: a list of 2"),
+        ({"rows": 0}, "rows=0: a list"),
         ({"tokens": [[0]] * 3}, "tokens: a list of 2"),
         ({"cache": [None]}, "cache: a list of 2"),
         ({"rows": [[0], [3]]}, "prompt 1: logits"),
@@ -262,6 +264,8 @@ def test_rows_of_prompts_are_scored(engine: Engine, logits_bytes: int, cached: b
         ({"tokens": [[0], [0.5]]}, "prompt 1: 1 rows, and tokens float64"),
         ({"top": 0}, "top=0"),
         ({"top": 10**6}, "1 to the"),
+        ({"top": "all"}, "top='all'"),
+        ({"top": 2.0}, "top=2.0"),
         ({"logits_bytes": 0}, "logits_bytes=0"),
     ],
 )
