@@ -48,7 +48,8 @@ class Filled(ABC):
         Raises ValueError if it is negative or beyond `length`. A pass that is storing positions in
         another thread meanwhile counts as having stored them before.
         """
-        if not isinstance(tokens, (int, np.integer)) or not 0 <= tokens <= self.length:
+        whole = isinstance(tokens, (int, np.integer)) and not isinstance(tokens, bool)
+        if not whole or not 0 <= tokens <= self.length:
             raise ValueError(f"a cache of length {self.length} cannot be cut to {tokens!r}")
         self._tokens = self._tokens[:tokens]
 

@@ -94,7 +94,7 @@ def test_tokens_are_those_of_the_filled_positions(load: Load, device: str) -> No
 
 
 @on_both
-@pytest.mark.parametrize("tokens", [-1, 4, 2.0, "1", None])
+@pytest.mark.parametrize("tokens", [-1, 4, 2.0, True, "1", None])
 def test_what_is_no_shorter_length_is_refused(load: Load, device: str, tokens: Any) -> None:
     engine = load(device=device)
     cache = engine.new_cache(8)
