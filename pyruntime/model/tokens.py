@@ -41,7 +41,8 @@ def check_tokens(ids: ArrayLike, vocab: int, *, empty: bool = False) -> NDArray[
     """
     array = np.asarray(ids)
     if array.ndim != 1:
-        raise ValueError(f"token ids must be one-dimensional, not of shape {list(array.shape)}")
+        shape = list(array.shape)
+        raise ValueError(f"token ids must be one-dimensional, not of shape {shape}: {ids!r:.100}")
     if not array.size:
         if empty:
             return array.astype(INT32)

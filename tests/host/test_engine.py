@@ -69,6 +69,7 @@ def test_generate(engine: Engine) -> None:
         ([300], "300"),
         ([0.5], "integers"),
         (np.ones((1, 1), int), "one-dimensional"),
+        ("Hello", r"one-dimensional, not of shape \[\]: 'Hello'"),
     ],
 )
 def test_bad_ids(engine: Engine, ids: list[object], text: str) -> None:
