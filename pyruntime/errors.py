@@ -108,7 +108,7 @@ class EngineError(PyruntimeError):
 
 
 class WaitTimeoutError(EngineError, TimeoutError):
-    """The `timeout` of a call ran out. The engine can be used on, and no cache has changed."""
+    """The `timeout` of a call ran out. The engine can be used on, and no cache has grown."""
 
 
 class BusyError(WaitTimeoutError):
