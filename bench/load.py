@@ -58,6 +58,7 @@ PARTS = {  # of these, in any thread
     "record dequantize": (loader, "dequantize"),
     "program.run": (Program, "run"),
     "driver": (api, "call"),  # by function
+    "driver's things": (api, "make"),  # likewise
 }
 Setting = tuple[int, int, int]  # readers, slots, MiB of a slot
 Spent = dict[str, tuple[int, float]]  # label: calls, seconds of all threads together
@@ -69,14 +70,14 @@ def stopwatch() -> Iterator[Spent]:
     spent: Spent = defaultdict(lambda: (0, 0.0))
     lock = RLock()  # a finalizer may come in the middle, and calls the driver
 
-    def timed(label: str, call: Callable[..., Any]) -> Callable[..., Any]:
+    def timed(label: str, owner: Any, call: Callable[..., Any]) -> Callable[..., Any]:
         def run(*args: Any, **options: Any) -> Any:
             began = time.perf_counter()
             try:
                 return call(*args, **options)
             finally:
                 seconds = time.perf_counter() - began
-                key = args[0] if label == "driver" else label
+                key = args[0] if owner is api else label
                 with lock:
                     spent[key] = spent[key][0] + 1, spent[key][1] + seconds
 
@@ -84,7 +85,7 @@ def stopwatch() -> Iterator[Spent]:
 
     with ExitStack() as patches:
         for label, (owner, name) in (STEPS | PARTS).items():
-            run: Any = timed(label, getattr(owner, name))
+            run: Any = timed(label, owner, getattr(owner, name))
             if isinstance(vars(owner)[name], classmethod):
                 run = staticmethod(run)
             patches.enter_context(patch.object(owner, name, run))

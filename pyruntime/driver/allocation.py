@@ -94,11 +94,11 @@ def allocate(device: Device, nbytes: int, what: str) -> int:
 def _allocate(device: Device, nbytes: int) -> int:
     with device.current():
         try:
-            return int(api.call("cuMemAlloc", nbytes))
+            return int(api.make("cuMemAlloc", "cuMemFree", nbytes))
         except OutOfMemoryError:
             if not device.free_spare():
                 raise
-        return int(api.call("cuMemAlloc", nbytes))
+        return int(api.make("cuMemAlloc", "cuMemFree", nbytes))
 
 
 def free(device: Device, address: int, nbytes: int) -> None:

@@ -78,6 +78,26 @@ def call(name: str, *args: Any, what: str = "") -> Any:
     return answer[1] if len(answer) == 2 else answer[1:]
 
 
+def make(name: str, undo: str, *args: Any) -> Any:
+    """Calls driver function `name`, which takes long, and returns the one thing that it makes.
+
+    Where an interrupt comes meanwhile, function `undo` is called with that. See `call`.
+    """
+    answers: list[Any] = []
+    try:
+        # One call into C is whole: the interrupt shows when the answer is in the list.
+        answers.extend(map(getattr(bindings(), name), *zip(args)))
+    except BaseException:
+        for status, *made in answers:
+            if not status:
+                call(undo, *made)
+        raise
+    status, *made = answers[0]
+    if status:
+        raise failure(name, status)
+    return made[0]
+
+
 def failure(name: str, status: Any, what: str = "") -> CudaError | OutOfMemoryError:
     """The exception for a failed driver call."""
     text = f"{name} failed: {_name(status)} ({int(status)})" + (f"; {what}" if what else "")

@@ -55,7 +55,9 @@ class Graph:
             self._template, found = _captured(stream, enqueue)
             try:
                 free, _ = device.memory()
-                self._handle = api.call("cuGraphInstantiate", self._template, flag)
+                self._handle = api.make(
+                    "cuGraphInstantiate", "cuGraphExecDestroy", self._template, flag
+                )
                 self.nbytes = max(free - device.memory()[0], 0)
                 self._nodes = [(node, _parameters(launch, node)) for launch, node in found]
                 if not self._nodes:
@@ -126,7 +128,7 @@ def _captured(stream: Stream, enqueue: Callable[[], Nodes | None]) -> tuple[Any,
     try:
         api.call("cuStreamBeginCapture", stream.handle, mode)
         found = enqueue() or ()
-        return api.call("cuStreamEndCapture", stream.handle), found
+        return api.make("cuStreamEndCapture", "cuGraphDestroy", stream.handle), found
     except BaseException:
         # However far it came. It says no more than that there was a failure, or no capture.
         with suppress(CudaError):

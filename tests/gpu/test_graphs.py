@@ -282,15 +282,15 @@ def test_launches_overlap_within_a_graph(
 ) -> None:
     """Edges between kernels are programmatic where launches may overlap, and full where not."""
     kinds: list[int] = []
-    called = api.call
+    make = api.make
 
-    def listen(name: str, *given: Any, **more: Any) -> Any:
+    def listen(name: str, undo: str, *given: Any) -> Any:
         if name == "cuGraphInstantiate":
-            _, _, data, count = called("cuGraphGetEdges", given[0], 4096)
+            _, _, data, count = api.call("cuGraphGetEdges", given[0], 4096)
             kinds.extend(int(edge.type) for edge in data[:count])
-        return called(name, *given, **more)
+        return make(name, undo, *given)
 
-    monkeypatch.setattr(api, "call", listen)
+    monkeypatch.setattr(api, "make", listen)
     with load(overlap=overlap) as engine:
         for _ in range(2):
             engine.prefill([1, 2, 3])

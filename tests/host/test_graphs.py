@@ -16,6 +16,7 @@ from fake_driver import INVALID_VALUE, OUT_OF_MEMORY, FakeDriver, stream_of
 from goldens import GOLDEN
 
 from pyruntime import Engine
+from pyruntime.driver import api
 from pyruntime.driver.device import Device
 from pyruntime.driver.graph import Graph
 from pyruntime.driver.memory import DeviceArray
@@ -651,6 +652,35 @@ def test_an_interrupt_behind_a_capture_leaves_counts_that_are_right(
     engine.new_cache(100)  # which drops it
     stats = engine.stats()
     assert (stats.graphs, stats.graph_bytes, stats.captures, stats.hits) == (0, 0, 1, 1)
+
+
+@pytest.mark.parametrize("kind", ["arrays", "graphs", "execs"])
+def test_what_the_driver_makes_during_an_interrupt_goes_back(
+    driver: FakeDriver, load: Load, kind: str
+) -> None:
+    """It shows when the driver returns."""
+    engine = load()
+    engine.warm([2])  # makes its cache
+    things = driver.live[kind]
+    held = len(things)
+
+    def trace(frame: FrameType, event: str, argument: object) -> Any:
+        if frame.f_code is not api.make.__code__:
+            return None
+        frame.f_trace_opcodes = True
+        if event == "opcode" and len(things) > held:
+            raise KeyboardInterrupt
+        return trace
+
+    sys.settrace(trace)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            engine.warm([4], logits="all")
+    finally:
+        sys.settrace(None)
+    assert len(things) == held
+    (warmed,) = engine.warm([4], logits="all")
+    assert warmed.captured
 
 
 def test_a_context_lost_by_a_capture_is_remembered(driver: FakeDriver, load: Load) -> None:
