@@ -127,7 +127,8 @@ class Prefills:
             NumericalError: a value left its range; the text names layer and tensor.
             CudaError, EngineError: see `pyruntime.errors`.
 
-        Whatever is raised, all caches are as long as before, or with `reuse` as what was kept.
+        Whatever is raised, all caches are as long as before, or with `reuse` as what was kept; or
+        all are filled, where an interrupt comes when the passes are over.
         """
         deadline = NEVER if timeout is None else Deadline.of(timeout)
         if isinstance(ids, (list, tuple)) and calls.several(ids):
