@@ -404,8 +404,6 @@ class GpuModel:
             underway.end()
         except BaseException as error:
             self._at_work.fail(error)
-            if isinstance(error, CudaError):
-                self._note(error)
             raise
         if replayed:
             cache.append(call.ids, start)
