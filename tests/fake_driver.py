@@ -26,6 +26,8 @@ from pyruntime.driver import tensormap
 
 INVALID_VALUE, OUT_OF_MEMORY, ILLEGAL_STATE, NOT_READY = 1, 2, 401, 600
 INVALIDATED, UNJOINED, ISOLATION = 901, 904, 905  # of captures
+GLOBAL = driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_GLOBAL
+RELAXED = driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
 MAKERS = {"cuModuleLoadData": "modules", "cuStreamCreateWithPriority": "streams",
           "cuEventCreate": "events",
           "cuMemAlloc": "arrays", "cuMemHostAlloc": "pinned"}  # fmt: skip
@@ -146,6 +148,7 @@ class FakeDriver:
         self._loaded: set[str] = set()  # kernels
         self._lock = RLock()  # a finalizer may come in the middle
         self._pushed: defaultdict[int, list[str]] = defaultdict(list)  # by thread
+        self._modes: dict[int, Any] = {}  # of capture, by thread, where it is not GLOBAL
         arch = min(manifest()["architectures"], key=lambda a: a != "90a")  # it has clusters
         major, minor = divmod(int(arch.rstrip("af")), 10)
         capability = {"COMPUTE_CAPABILITY_MAJOR": major, "COMPUTE_CAPABILITY_MINOR": minor}
@@ -156,6 +159,7 @@ class FakeDriver:
         """How many of each thing have not been given back; {} if all have."""
         counts = {kind: len(things) for kind, things in self.live.items()}
         counts |= {"contexts": self._retained, "pushes": sum(map(len, self._pushed.values()))}
+        counts["modes"] = len(self._modes)
         return {kind: count for kind, count in counts.items() if count}
 
     def __getattr__(self, name: str) -> Any:
@@ -177,10 +181,13 @@ class FakeDriver:
             if name == "cuStreamEndCapture":  # it ends, whatever comes of it
                 self._ended = [c for c in self.captures if c.origin == arguments[0]]
                 self.captures = [c for c in self.captures if c not in self._ended]
-            if not name.startswith("cuCtx"):
+            if not name.startswith(("cuCtx", "cuThread")):
                 self._fail_if_due(name)
-            if not name.startswith(("cuCtx", "cuDevice", "cuDriver")):
+            if not name.startswith(("cuCtx", "cuThread", "cuDevice", "cuDriver")):
                 self._require(self._pushed[get_ident()], f"{name} without a current context")
+                self._require(
+                    self._modes.get(get_ident()) == RELAXED, f"{name} ends captures of others"
+                )
             if name == "cuFuncLoad":
                 self._loaded.add(arguments[0])
             elif name == "cuLaunchKernelEx":  # which would load it, and that ends a capture
@@ -224,9 +231,7 @@ class FakeDriver:
             arguments = (snapshot(config), kernel, self.keep(kernel, address), extra)
         capture.calls.append((name, arguments))
 
-    def _begin(self, stream: int, mode: Any) -> None:
-        relaxed = mode == driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
-        self._require(relaxed, "a capture that the garbage collector can end")
+    def _begin(self, stream: int) -> None:
         self._require(stream in self.live["streams"], "a capture on a stream of somebody else")
         self._require(not any(stream in c.streams for c in self.captures), "a capture in a capture")
         self.captures.append(Capture(stream, {stream}))
@@ -315,8 +320,8 @@ class FakeDriver:
                 stream in c.streams for c in self.captures
             ):
                 self._require(False, f"{name} of a stream that is being captured")
-            case "cuStreamBeginCapture", (stream, mode):
-                self._begin(stream, mode)
+            case "cuStreamBeginCapture", (stream, _):
+                self._begin(stream)
             case "cuStreamEndCapture", _:
                 return self._end()
             case "cuGraphInstantiate", (graph, _):
@@ -373,6 +378,11 @@ class FakeDriver:
                 self._pushed[get_ident()].append(context)
             case "cuCtxPopCurrent", ():
                 return self._pushed[get_ident()].pop()
+            case "cuThreadExchangeStreamCaptureMode", (mode,):
+                before = self._modes.pop(get_ident(), GLOBAL)
+                if mode != GLOBAL:
+                    self._modes[get_ident()] = mode
+                return before
             case "cuMemGetInfo", ():
                 return self.total - sum(a.nbytes for a in self.live["arrays"].values()), self.total
             case "cuMemcpyHtoD" | "cuMemcpyDtoH" | "cuMemsetD8", (target, source, nbytes, *_):

@@ -150,7 +150,13 @@ class Device:
 
 
 class _Entered(threading.local):
-    """The contexts of the blocks that this thread is in."""
+    """What the blocks that this thread is in have changed.
+
+    Attributes:
+        contexts: those of the blocks. mode: the thread's capture mode before the outermost one.
+    """
+
+    mode: Any
 
     def __init__(self) -> None:
         self.contexts: list[Any] = []
@@ -162,20 +168,31 @@ _entered = _Entered()
 class _Current:
     """Pushes a context, unless the block around it has, and pops it.
 
+    A thread may capture a graph in a mode (CUstreamCaptureMode "global", the default of torch) that
+    forbids all threads what we do: the call fails, and so does the capture. What is done here has
+    nothing to do with it, and by `cuThreadExchangeStreamCaptureMode` the thread says so meanwhile.
+
     Blocks may nest, and threads share one object. Every call to the driver stands in such a block.
     """
 
     def __init__(self, context: Any) -> None:
         self._context = context
+        self._relaxed = api.constant("CUstreamCaptureMode", "CU_STREAM_CAPTURE_MODE_RELAXED")
 
     def __enter__(self) -> None:
-        around = _entered.contexts
-        if not around or around[-1] is not self._context:
-            api.call("cuCtxPushCurrent", self._context)
-        around.append(self._context)
+        entered, context = _entered, self._context
+        around = entered.contexts
+        if not around:
+            entered.mode = api.call("cuThreadExchangeStreamCaptureMode", self._relaxed)
+        if not around or around[-1] is not context:
+            api.call("cuCtxPushCurrent", context)
+        around.append(context)
 
     def __exit__(self, *raised: object) -> None:
-        around = _entered.contexts
+        entered = _entered
+        around = entered.contexts
         around.pop()
         if not around or around[-1] is not self._context:
             api.call("cuCtxPopCurrent")
+        if not around:
+            api.call("cuThreadExchangeStreamCaptureMode", entered.mode)

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from fake_driver import INVALID_VALUE, OUT_OF_MEMORY, FakeDriver, stream_of
+from fake_driver import INVALID_VALUE, OUT_OF_MEMORY, RELAXED, FakeDriver, stream_of
 from goldens import GOLDEN
 
 from pyruntime import Engine
@@ -216,7 +216,7 @@ def test_without_graphs_warming_captures_nothing(driver: FakeDriver, load: Load)
     assert load(device="cpu").warm([1, 2]) == []
     engine = load(graphs="off")
     assert [w.captured for w in engine.warm([1, 2])] == [False, False]
-    assert not any("Graph" in name or "Capture" in name for name in driver.calls)
+    assert not any("Graph" in name or "BeginCapture" in name for name in driver.calls)
     assert engine.warm([]) == []
     engine.close()
     with pytest.raises(EngineError, match="closed"):
@@ -243,7 +243,7 @@ def test_off_makes_no_graphs(driver: FakeDriver, load: Load) -> None:
     engine = load(graphs="off")
     for _ in range(3):
         engine.prefill([1, 2])
-    assert not any("Graph" in name or "Capture" in name for name in driver.calls)
+    assert not any("Graph" in name or "BeginCapture" in name for name in driver.calls)
     stats = engine.stats()
     assert (stats.hits, stats.misses, stats.captures, stats.capture_ms) == (0, 3, 0, 0)
 
@@ -713,23 +713,25 @@ def test_a_replay_that_fails_is_named_and_the_next_one_works(
 def test_what_is_freed_in_a_capture_does_not_end_it(
     driver: FakeDriver, load: Load, what: str
 ) -> None:
-    """As by the garbage collector, which comes when it likes, be it another engine with its graphs;
-    the fake driver wants a capture in the mode that allows it."""
+    """As by the garbage collector, which comes when it likes, be it another engine with its graphs:
+    captures are in the mode that allows it, to other threads, too."""
     engine, other = load(), load()
     for _ in range(2):
         other.prefill([1, 2])
     garbage: list[Any] = [engine.prefill([1, 2]) if what == "logits" else other]
     del other
     engine.prefill([1, 2, 3])
-    destroyed = driver.calls["cuGraphExecDestroy"]
+    destroyed, modes = driver.calls["cuGraphExecDestroy"], []
 
     def collect(name: str, given: tuple[Any, ...]) -> None:
+        if name == "cuStreamBeginCapture":
+            modes.append(given[1])
         if driver.captures and garbage:
             garbage.clear()
 
     driver.hook = collect
     engine.prefill([1, 2, 3])
-    assert not garbage and engine.stats().captures == 1
+    assert not garbage and engine.stats().captures == 1 and modes == [RELAXED]
     assert driver.calls["cuGraphExecDestroy"] - destroyed == (what == "engine")
 
 

@@ -25,16 +25,16 @@ from pyruntime.model.live import RESULT_BYTES
 
 PACKAGE = str(Path(pyruntime.__file__).parent)
 DRIVER = [
-    "cuCtxPushCurrent", "cuGraphLaunch", "cuStreamSynchronize", "cuEventElapsedTime",
-    "cuCtxPopCurrent",
+    "cuThreadExchangeStreamCaptureMode", "cuCtxPushCurrent", "cuGraphLaunch", "cuStreamSynchronize",
+    "cuEventElapsedTime", "cuCtxPopCurrent", "cuThreadExchangeStreamCaptureMode",
 ]  # fmt: skip
 MOVE = "cuGraphExecKernelNodeSetParams"  # where the logits of the call before are held
 # Of weights "per-layer", whose output matrix comes in blocks, over two streams.
-ENDS = DRIVER[:2], ["cuMemcpyDtoHAsync", "cuEventRecord", *DRIVER[2:]]
-BEFORE = {"fp16": 26, "per-layer": 53}  # functions until the (first) graph is launched
-WHOLE = 40  # and of the call, where it is the only graph
+ENDS = DRIVER[:3], ["cuMemcpyDtoHAsync", "cuEventRecord", *DRIVER[3:]]
+BEFORE = {"fp16": 27, "per-layer": 54}  # functions until the (first) graph is launched
+WHOLE = 42  # and of the call, where it is the only graph
 MOVED = 6, 9  # what there is more of either
-STEP = 42  # functions of a step of `generate`
+STEP = 44  # functions of a step of `generate`
 
 Load = Callable[..., Engine]
 
@@ -77,7 +77,7 @@ def test_a_replayed_prefill(
             driver.hook = lambda name, arguments: None
     assert result is not None and result.tokens == 3
     if weights == "fp16":
-        assert order == ([DRIVER[0], MOVE, *DRIVER[1:]] if held else DRIVER)
+        assert order == ([*DRIVER[:2], MOVE, *DRIVER[2:]] if held else DRIVER)
     else:
         first, last = ENDS
         assert order[: len(first)] == first and order[-len(last) :] == last
@@ -120,7 +120,7 @@ def test_a_step_of_generate(
         driver.hook = lambda name, arguments: None
     assert len(replayed) == 5
     for (first, made), (last, ended) in pairwise(replayed):
-        assert order[first:last] == [*DRIVER[2:], *DRIVER[:2]]
+        assert order[first:last] == [*DRIVER[3:], *DRIVER[:3]]
         assert ended - made <= STEP, Counter(functions[made:ended])
     for handle in driver.live["execs"]:
         copies = [given for name, given in driver.graphs[handle].calls if "DtoH" in name]
