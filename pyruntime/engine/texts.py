@@ -250,7 +250,9 @@ class Texts(Prefills):
         return vectors.astype(np.float32)
 
     def generate(self, ids: ArrayLike, n: int, *, timeout: Timeout = None) -> list[int]:
-        """Up to `n` greedy tokens after `ids`, each the argmax of the logits; stops before EOS.
+        """Up to `n` greedy tokens after `ids`, each the argmax of the logits.
+
+        It stops before EOS, and where the model's context is full.
 
         Each token is a call of its own, between which other threads have their turns; `timeout` is
         that of all of them, see `prefill`.
@@ -260,7 +262,9 @@ class Texts(Prefills):
         deadline = Deadline.of(timeout)
         n = check_count("n", n, 0)
         prompt = check_tokens(ids, self.config.vocab)
-        cache = self.new_cache(len(prompt) + max(n, 1), timeout=deadline)
+        room = max(self.config.context_length - len(prompt), 0)  # of tokens that are gone on from
+        n = min(n, room + 1)
+        cache = self.new_cache(len(prompt) + min(n, room), timeout=deadline)
         out: list[int] = []
         step, stop = prompt, self._stop_ids
         while len(out) < n:

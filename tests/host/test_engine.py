@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from inspect import signature
 from itertools import count
@@ -59,6 +60,17 @@ def test_generate(engine: Engine) -> None:
     prompt = prompts(TINY)[0]
     assert engine.generate(prompt.ids, 6) == prompt.greedy[:6].tolist()
     assert engine.generate(prompt.ids, 0) == []
+
+
+def test_generate_ends_where_the_context_is_full(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompt = prompts(TINY)[0]
+    full = replace(engine.config, context_length=len(prompt.ids) + 2)
+    monkeypatch.setattr(engine, "config", full)
+    assert engine.generate(prompt.ids, 10**12) == prompt.greedy[:3].tolist()
+    with pytest.raises(ValueError, match="exceed the model's context of"):
+        engine.generate([*prompt.ids, 1, 1, 1], 1)
 
 
 @pytest.mark.parametrize(
