@@ -28,6 +28,7 @@ INVALID_VALUE, OUT_OF_MEMORY, ILLEGAL_STATE, NOT_READY = 1, 2, 401, 600
 INVALIDATED, UNJOINED, ISOLATION = 901, 904, 905  # of captures
 GLOBAL = driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_GLOBAL
 RELAXED = driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
+THREAD_LOCAL = driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
 MAKERS = {"cuModuleLoadData": "modules", "cuStreamCreateWithPriority": "streams",
           "cuEventCreate": "events",
           "cuMemAlloc": "arrays", "cuMemHostAlloc": "pinned"}  # fmt: skip

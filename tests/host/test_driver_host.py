@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 from compilers import cuda_includes
-from fake_driver import FakeDriver
+from fake_driver import GLOBAL, RELAXED, THREAD_LOCAL, FakeDriver
 
 from pyruntime.cubin.spec import KernelSpec, Param
 from pyruntime.driver import api
@@ -262,17 +262,23 @@ def test_what_is_written_is_there_before_any_stream_reads_it(
 
 
 def test_a_context_is_pushed_where_another_one_is_current(driver: FakeDriver) -> None:
+    """And the thread's capture mode is changed by the outermost block alone, which sets it back."""
     device = Device(0)
     first, second = _Current("first"), _Current("second")
     called: list[tuple[Any, ...]] = []
-    driver.hook = lambda name, arguments: called.append((name[5:-7], *arguments))
+    driver.hook = lambda name, arguments: called.append((name, *arguments))
+    mode = "cuThreadExchangeStreamCaptureMode"
+    driver.cuThreadExchangeStreamCaptureMode(THREAD_LOCAL)  # as the caller may have
     with first, first, pytest.raises(KeyError), second, first, first:
         raise KeyError
-    pushes = [("Push", "first"), ("Push", "second"), ("Push", "first")]
-    assert called == pushes + [("Pop",)] * 3
+    pushes = [("cuCtxPushCurrent", context) for context in ("first", "second", "first")]
+    pops = [("cuCtxPopCurrent",)] * 3
+    assert called[1:] == [(mode, RELAXED), *pushes, *pops, (mode, THREAD_LOCAL)]
+    called.clear()
     with first:
         pass
-    assert called[-2:] == [("Push", "first"), ("Pop",)]
+    assert called == [(mode, RELAXED), pushes[0], pops[0], (mode, THREAD_LOCAL)]
+    driver.cuThreadExchangeStreamCaptureMode(GLOBAL)
     device.close()
 
 
