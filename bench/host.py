@@ -20,9 +20,10 @@ So each way finds the host's caches full of the other one's work. What a replay 
 where replays follow one another, as in a service at work, is measured by itself ("in a row"). In
 the milliseconds that such a replay waits, the caches turn to other things, too. So there is the
 same of a model of two small layers ("hot"): the GPU is done with it at once, and it is with small
-models that the host counts. As a machine may be slow as a whole, at times, the lowest tenth is
-shown besides the median, and what the same calls of the driver take by themselves, in turn with
-the replays: what is above that is ours.
+models that the host counts. In turn with the replays there are the same calls of the driver by
+themselves: what is above that is ours. As a machine may be slow as a whole, at times, spells of hot
+replays are spread over some seconds, the lowest tenth is shown besides the median, and a fixed
+piece of Python (`yardstick`) is timed with each spell.
 
 Apart from these, as watching takes time: how long each function of the driver takes in a prefill,
 also where the result before is held, so that the logits lie elsewhere; what a launch takes, as a
@@ -61,9 +62,11 @@ from pyruntime.measure.series import REGIMES
 
 LENGTHS = (1, 16, 128, 512)
 ROUNDS, CALLS = 21, 1000
-ROW, SPELLS, WARM_UP = 200, 10, 20  # replays in a row, the spells they come in, and those before
+ROW, SPELL, WARM_UP = 200, 20, 20  # replays in a row, those of a spell, and those before
+HOT, PAUSE = 1000, 0.1  # hot replays, and seconds before each of their spells
 WAYS = ("off", "auto")
 MEMORY = "cuMemAlloc", "cuMemFree"  # calls that no replay should need
+IN_A_ROW = ("host_us", "driver_us", "wait_us")
 PARTS = ("before_us", "allocation_us", "enqueue_us", "wait_us", "after_us", "drop_us")
 BESIDE = ("cpu_us", "cpu_without_wait_us", "gpu_ms", "wall_ms")
 
@@ -166,17 +169,18 @@ def call(engine: Engine, ids: Any, watch: Watch, rest: float) -> dict[str, float
     }
 
 
-def in_a_row(engine: Engine, ids: Any, calls: int) -> dict[str, Any]:
+def in_a_row(engine: Engine, ids: Any, calls: int, pause: float = 0.0) -> dict[str, Any]:
     """What so many replays, one right after the other, take the host, each result dropped at once.
 
     They come in spells, in turn with spells of the same calls of the driver without anything else.
 
     Returns: for each call `wait_us`, until the stream is done, and `host_us`, all the rest of it;
     `cpu_us`: CPU time of the thread for a call on average, the waits included (the driver spins);
-    `driver_us`: of the calls of the driver by themselves, but for the wait.
+    `driver_us`: of the calls of the driver by themselves, but for the wait; `yardstick_us`: of a
+    fixed piece of Python, once for each spell.
     """
     wait: Callable[[Stream, float | None], bool] = Stream.finish
-    found: dict[str, Any] = {"host_us": [], "wait_us": [], "cpu_us": 0.0, "driver_us": []}
+    found: dict[str, Any] = {name: [] for name in (*IN_A_ROW, "yardstick_us")} | {"cpu_us": 0.0}
 
     def timed(stream: Stream, seconds: float | None = None) -> bool:
         began = time.perf_counter()
@@ -188,17 +192,28 @@ def in_a_row(engine: Engine, ids: Any, calls: int) -> dict[str, Any]:
         engine.prefill(ids)
     with timed_driver() as watched:
         engine.prefill(ids)
-    for _ in range(SPELLS):
+    for spell in range(0, calls, SPELL):
+        time.sleep(pause)
+        found["yardstick_us"].append(1e6 * min(yardstick() for _ in range(5)))
+        engine.prefill(ids)
         with patch.object(Stream, "finish", timed):
             cpu = time.thread_time()
-            for at in range(len(found["host_us"]), len(found["host_us"]) + calls // SPELLS):
+            for at in range(spell, spell + SPELL):
                 began = time.perf_counter()
                 engine.prefill(ids)
                 ended = time.perf_counter()
                 found["host_us"].append(1e6 * (ended - began) - found["wait_us"][at])
             found["cpu_us"] += 1e6 * (time.thread_time() - cpu) / calls
-        found["driver_us"] += [1e6 * bare(watched) for _ in range(calls // SPELLS)]
+        found["driver_us"] += [1e6 * bare(watched) for _ in range(SPELL)]
     return found
+
+
+def yardstick() -> float:
+    """Seconds of a piece of Python that needs nothing but a processor."""
+    began, total = time.perf_counter(), 0
+    for i in range(200):
+        total += len(str(i))
+    return time.perf_counter() - began
 
 
 def bare(watched: Timed) -> float:
@@ -222,7 +237,7 @@ def hot(path: Path, prompts: dict[int, Any], weights: str) -> dict[str, Any]:
         path, device="cuda:0", weights=weights, max_tokens=longest, kv_tokens=longest
     ) as engine:
         vocab = engine.config.vocab
-        return {f"nt{nt}": in_a_row(engine, ids % vocab, ROW) for nt, ids in prompts.items()}
+        return {f"nt{nt}": in_a_row(engine, x % vocab, HOT, PAUSE) for nt, x in prompts.items()}
 
 
 def driver_calls(
@@ -365,12 +380,13 @@ def measure(
 
 def row_text(found: dict[str, Any]) -> str:
     """What `in_a_row` found."""
-    names = ("host_us", "driver_us", "wait_us")
-    host, driver, wait = (np.percentile(found[name], (50, 10)) for name in names)
+    host, driver, wait = (np.percentile(found[name], (50, 10)) for name in IN_A_ROW)
+    fast, slow = np.percentile(found["yardstick_us"], (10, 90))
     return (
         f"{len(found['host_us'])} replays in a row: {host[0]:.1f} us of the host for one (lowest "
         f"tenth {host[1]:.1f}), the driver's calls alone {driver[0]:.1f} ({driver[1]:.1f}); "
-        f"{wait[0]:.1f} us of waiting, {found['cpu_us']:.1f} us of CPU with that"
+        f"{wait[0]:.1f} us of waiting, {found['cpu_us']:.1f} us of CPU with that; the yardstick "
+        f"{fast:.1f} to {slow:.1f} us"
     )
 
 

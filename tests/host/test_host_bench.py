@@ -27,6 +27,7 @@ def bench(driver: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> Any:
     import host
 
     monkeypatch.setattr(host, "REGIMES", {name: Regime(0.0, 0.0) for name in host.REGIMES})
+    monkeypatch.setattr(host, "PAUSE", 0.0)
     return host
 
 
@@ -59,13 +60,15 @@ def test_host_bench(
         assert (
             "nt3    sustained auto" in printed
             and "30 calls in a row: device memory kept" in printed
-            and "nt3, a small model, hot: 200 replays in a row: " in printed
+            and "nt3, a small model, hot: 1000 replays in a row: " in printed
         )
     assert record["lengths"].keys() == record["hot"].keys() == {"nt1", "nt3"}
-    for row in (*record["hot"].values(), *(row["in_a_row"] for row in record["lengths"].values())):
-        times = [row[name] for name in ("host_us", "wait_us", "driver_us")]
-        assert np.shape(times) == (3, bench.ROW)
-        assert np.min(times) > 0 < row["cpu_us"]
+    rows = [(row["in_a_row"], bench.ROW) for row in record["lengths"].values()]
+    for row, calls in rows + [(row, bench.HOT) for row in record["hot"].values()]:
+        times = [row[name] for name in bench.IN_A_ROW]
+        assert np.shape(times) == (3, calls)
+        assert len(row["yardstick_us"]) == calls / bench.SPELL
+        assert np.min(times) > 0 < min(row["cpu_us"], *row["yardstick_us"])
     for row in record["lengths"].values():
         ways = [(found["regime"], found["graphs"]) for found in row["samples"]]
         assert ways == list(product(("burst", "sustained"), bench.WAYS))
