@@ -249,22 +249,32 @@ class Texts(Prefills):
             vectors = vectors / np.linalg.norm(vectors, axis=1, keepdims=True)
         return vectors.astype(np.float32)
 
-    def generate(self, ids: ArrayLike, n: int, *, timeout: Timeout = None) -> list[int]:
+    def generate(
+        self, ids: ArrayLike, n: int, *, cache: AnyCache | None = None, timeout: Timeout = None
+    ) -> list[int]:
         """Up to `n` greedy tokens after `ids`, each the argmax of the logits.
 
-        It stops before EOS, and where the model's context is full.
+        It stops before EOS, and where the model's context or the `cache` is full. Each token is a
+        call of its own, between which other threads have their turns.
 
-        Each token is a call of its own, between which other threads have their turns; `timeout` is
-        that of all of them, see `prefill`.
+        Args:
+            cache: continue this one, such as one that was imported: `ids` are what comes after its
+                tokens, and it grows by them and by each token that another one was made after. None
+                makes one for this call.
+            timeout: of all calls together, see `prefill`.
 
-        Raises: as `prefill`; ValueError if n < 0.
+        Raises: as `prefill`; ValueError if n < 0. The cache has grown by then as by the calls that
+            were over, so no token is lost.
         """
         deadline = Deadline.of(timeout)
         n = check_count("n", n, 0)
-        prompt = check_tokens(ids, self.config.vocab)
-        room = max(self.config.context_length - len(prompt), 0)  # of tokens that are gone on from
+        prompt, most = check_tokens(ids, self.config.vocab), self.config.context_length
+        if isinstance(cache, AnyCache):
+            most = min(most, cache.capacity) - cache.length
+        room = max(most - len(prompt), 0)  # for tokens that another one is made after
         n = min(n, room + 1)
-        cache = self.new_cache(len(prompt) + min(n, room), timeout=deadline)
+        if cache is None:
+            cache = self.new_cache(len(prompt) + min(n, room), timeout=deadline)
         out: list[int] = []
         step, stop = prompt, self._stop_ids
         while len(out) < n:

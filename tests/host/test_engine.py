@@ -73,6 +73,39 @@ def test_generate_ends_where_the_context_is_full(
         engine.generate([*prompt.ids, 1, 1, 1], 1)
 
 
+def test_generate_continues_a_cache_that_was_handed_over(engine: Engine) -> None:
+    prompt = prompts(TINY)[1]
+    first, second = engine.new_cache(len(prompt.ids)), engine.new_cache(len(prompt.ids) + 4)
+    engine.prefill(prompt.ids[:-1], cache=first, logits="none")
+    second.import_(first.export())
+    tokens = engine.generate(prompt.ids[-1:], 2, cache=second)
+    assert second.tokens.tolist() == [*prompt.ids, *tokens[:-1]]
+    tokens += engine.generate(tokens[-1:], 10, cache=second)  # until it is full
+    assert tokens == prompt.greedy[:5].tolist()
+    assert second.tokens.tolist() == [*prompt.ids, *tokens[:-1]]
+    with pytest.raises(ValueError, match=r"1 tokens after \d+ exceed the cache's"):
+        engine.generate(tokens[-1:], 1, cache=second)
+    with pytest.raises(ValueError, match="belongs to another"):
+        engine.generate(prompt.ids, 1, cache="cache")  # type: ignore[arg-type]
+
+
+def test_generate_keeps_what_was_made_before_a_failure(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompt = prompts(TINY)[0]
+    cache, run, left = engine.new_cache(64), engine.model.run, iter([True] * 3)
+
+    def fails(*given: Any, **options: Any) -> Any:
+        if not next(left, False):
+            raise KeyboardInterrupt
+        return run(*given, **options)
+
+    monkeypatch.setattr(engine.model, "run", fails)
+    with pytest.raises(KeyboardInterrupt):
+        engine.generate(prompt.ids, 10, cache=cache)
+    assert cache.tokens.tolist() == [*prompt.ids, *prompt.greedy[:2]]
+
+
 @pytest.mark.parametrize(
     ("ids", "text"),
     [
